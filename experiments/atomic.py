@@ -1,0 +1,50 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; it takes the name `path` when the block ends without an exception.
+
+    The temporary file keeps the suffix, so that libraries that choose a format by it work. It is removed when
+    the block raises, and `path` keeps its earlier content then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically. NaN and infinities are refused (ValueError): JSON has no way to say them."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _umask() -> int:
+    """The process's file mode mask, which mkstemp does not apply."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,152 @@
+"""The folder of one study's results: it belongs to one configuration, and its files appear atomically."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import yaml
+
+from page4.experiments.atomic import atomic_path, write_json, write_text
+from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
+from page4.experiments.provenance import collect_provenance
+from page4.experiments.samples import SampleStore, to_csv
+from page4.kernels.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CONFIG_FILE = "config.yaml"
+INPUTS_FILE = "inputs.json"
+LOCK_FILE = ".lock"
+
+
+class ResultFolder:
+    """A context manager around the folder that a study writes to.
+
+        with ResultFolder(out, config, inputs={"checkpoint": sha256}) as folder:
+            samples = folder.samples({"prompt": str, "length": int, "accepted": int}, key=("prompt", "length"))
+            ...
+            folder.write_json("summary.json", summary)
+            folder.write_provenance()
+
+    Entering creates the folder, locks it against a second process, and writes `config.yaml` and `inputs.json`.
+    A folder that exists is taken up again when both agree with what is there.
+
+    Args:
+        out: The folder.
+        config: The study's configuration, with every choice of "auto" made: what is compared is what was run.
+        inputs: Name -> digest of data that the configuration only points to, such as the checkpoint and prompts.
+
+    Raises:
+        InputError: On entering, when the folder belongs to another configuration or other inputs (the message
+            names the keys that differ), holds files that are no results, or is in use by another process.
+    """
+
+    def __init__(self, out: Path, config: DataclassInstance, inputs: Mapping[str, str] | None = None) -> None:
+        self.path = Path(out)
+        self.config = config
+        self.inputs = dict(inputs or {})
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> ResultFolder:
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"{self.path} is a file; --out needs a folder")
+        self._check_owner()  # before anything is written
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._acquire_lock()
+        if not self._check_owner():  # another process may have taken the folder in between
+            write_json(self.path / INPUTS_FILE, self.inputs)
+            write_text(self.path / CONFIG_FILE, yaml.safe_dump(config_to_dict(self.config), sort_keys=False))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            self._lock.close()  # closing releases the lock; the empty file stays, so that no two locks can differ
+            self._lock = None
+
+    def samples(
+        self, columns: Mapping[str, type], key: Sequence[str], name: str = "samples.csv"
+    ) -> SampleStore:
+        """The rows measured so far, ready to be added to."""
+        return SampleStore(self.path / name, columns, key)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write UTF-8 text atomically; returns the path."""
+        write_text(self.path / name, text)
+        return self.path / name
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write JSON atomically; returns the path. NaN and infinities are refused (ValueError)."""
+        write_json(self.path / name, value)
+        return self.path / name
+
+    def write_csv(self, name: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Path:
+        """Write a table atomically; returns the path."""
+        return self.write_text(name, to_csv(rows, columns))
+
+    def write_figure(self, name: str, figure: Figure, dpi: int = 150) -> Path:
+        """Write a Matplotlib figure atomically, in the format of the name's suffix; returns the path."""
+        with atomic_path(self.path / name) as temporary:
+            figure.savefig(temporary, dpi=dpi, bbox_inches="tight")
+        return self.path / name
+
+    def write_provenance(self, **extra: Any) -> Path:
+        """Write `provenance.json`: versions, hardware, commit, command, time, configuration and input digests."""
+        record = collect_provenance() | {"config_hash": config_hash(self.config), "inputs": self.inputs}
+        return self.write_json("provenance.json", record | extra)
+
+    def _check_owner(self) -> bool:
+        """Whether this configuration owns the folder already; False when the folder is new or empty."""
+        file = self.path / CONFIG_FILE
+        if not file.exists():
+            others = list(self.path.iterdir()) if self.path.exists() else []
+            if any(item.name not in (LOCK_FILE, INPUTS_FILE) for item in others):
+                raise InputError(
+                    f"{self.path} is not empty and holds no {CONFIG_FILE}; give --out a new folder"
+                )
+            return False
+        try:
+            config = yaml.safe_load(file.read_text(encoding="utf-8"))
+            inputs = yaml.safe_load((self.path / INPUTS_FILE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"{self.path} holds no readable {CONFIG_FILE} and {INPUTS_FILE}") from error
+        differing = _differing_keys(config, config_to_dict(self.config)) + _differing_keys(
+            inputs, self.inputs
+        )
+        if differing:
+            raise InputError(
+                f"{self.path} belongs to another configuration (it differs in {', '.join(differing)}); "
+                "give --out another folder or delete this one"
+            )
+        return True
+
+    def _acquire_lock(self) -> None:
+        self._lock = (self.path / LOCK_FILE).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            self._lock = None
+            raise InputError(
+                f"{self.path} is in use by another process; wait for it or give another --out"
+            ) from None
+
+
+def _differing_keys(saved: Any, current: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the keys whose values differ."""
+    if not isinstance(saved, dict):
+        return list(current)
+    differing: list[str] = []
+    for key in sorted(saved.keys() | current.keys(), key=str):
+        old, new = saved.get(key), current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            differing += [f"{key}.{name}" for name in _differing_keys(old, new)]
+        elif old != new or (key in saved) != (key in current):
+            differing.append(str(key))
+    return differing
