@@ -1,0 +1,17 @@
+"""KV cache: formats, pages and block tables, index keys, recurrent slots, scales."""
+
+from .cache import CacheConfig, CacheGeometry, HybridCache
+from .formats import FORMAT_NAMES, KVFormat, get_format
+from .scales import KVScales, ScalePair, scale_for_maximum
+
+__all__ = [
+    "FORMAT_NAMES",
+    "CacheConfig",
+    "CacheGeometry",
+    "HybridCache",
+    "KVFormat",
+    "KVScales",
+    "ScalePair",
+    "get_format",
+    "scale_for_maximum",
+]

@@ -1,0 +1,284 @@
+"""The hybrid cache: paged K/V and index keys of QSA layers, recurrent slots of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from page4.kernels.errors import InputError
+
+from .formats import KVFormat, get_format
+from .pages import PAGE_TOKENS, PageAllocator, RequestPages
+from .recurrent import ConvSlots, GatedDeltaSlots
+from .scales import UNIT_SCALES, KVScales, ScalePair
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """Sizes the cache needs to know of a model. Lengths are in tokens, dims in components."""
+
+    layer_types: tuple[str, ...]
+    ple_layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    index_dim: int
+    compress_ratio: int
+    delta_heads: int
+    delta_key_dim: int
+    delta_value_dim: int
+    conv_channels: int
+    conv_length: int
+    ple_channels: int
+    ple_length: int
+    has_draft: bool
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What a user chooses.
+
+    Attributes:
+        kv_format: format of the target's K/V.
+        draft_kv_format: format of the MTP layer's K/V; None means the target's.
+        scales: static scales; required by formats that need them, refused never: other formats ignore them.
+        num_draft_tokens: K; sets the recurrent slots (K+1) and the raw-key ring.
+        max_requests: rows for requests that are open at once.
+        max_tokens: tokens that all open requests may hold together (rounded up to pages).
+        index_dtype: dtype of raw and compressed index keys; 16 bits in every study, so that selection itself is
+            never quantised further.
+    """
+
+    kv_format: str = "fp16"
+    draft_kv_format: str | None = None
+    scales: KVScales | None = None
+    num_draft_tokens: int = 3
+    max_requests: int = 1
+    max_tokens: int = 4096
+    index_dtype: torch.dtype = torch.float16
+
+    @classmethod
+    def unquantised(cls, dtype: torch.dtype, max_requests: int, max_tokens: int, num_draft_tokens: int = 3) -> Self:
+        """K/V and index keys in the activations' own dtype: nothing is lost on the way through the cache."""
+        return cls(
+            kv_format="fp32" if dtype == torch.float32 else "fp16",
+            num_draft_tokens=num_draft_tokens,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            index_dtype=dtype,
+        )
+
+
+class BlockTables:
+    """Block tables of the open requests, shared by all layers."""
+
+    def __init__(self, requests: int, pages: int, device: torch.device) -> None:
+        self.allocator = PageAllocator(pages)
+        self.device = device
+        self._pages: dict[int, list[int]] = {}
+        self._tables: dict[int, Tensor] = {}
+        self._closed = list(range(requests - 1, -1, -1))
+
+    def open(self) -> int:
+        """Takes a request row without pages."""
+        if not self._closed:
+            raise InputError(f"all {len(self._pages)} request rows are in use: raise max_requests")
+        request = self._closed.pop()
+        self._pages[request] = []
+        self._tables[request] = torch.empty(0, dtype=torch.int64, device=self.device)
+        return request
+
+    def reserve(self, request: int, length: int) -> None:
+        """Grows the request's table to hold ``length`` tokens."""
+        pages = self._pages[request]
+        more = -(-length // PAGE_TOKENS) - len(pages)
+        if more > 0:
+            pages.extend(self.allocator.allocate(more))
+            self._tables[request] = torch.tensor(pages, dtype=torch.int64, device=self.device)
+
+    def close(self, request: int) -> None:
+        """Frees the request's pages and its row."""
+        self.allocator.release(self._pages.pop(request))
+        del self._tables[request]
+        self._closed.append(request)
+
+    def pages(self, request: int) -> RequestPages:
+        return RequestPages(request, self._tables[request])
+
+    def check(self) -> None:
+        """Raises RuntimeError on a leaked, shared or doubly freed page."""
+        self.allocator.check(list(self._pages.values()))
+
+
+class QSALayerCache:
+    """Storage of one QSA layer.
+
+    Attributes:
+        k_pages, v_pages: ``[pages, Hkv, 16, D]`` in the format's storage dtype.
+        compressed_pages: ``[pages, 16 / r, Di]``, one key per complete r-token block, norm and RoPE applied.
+        ring: ``[requests, capacity, Di]`` raw index keys; position p stands at ``p % capacity``. The capacity
+            ``r * ceil((r + K) / r)`` keeps the open block's keys out of reach of K rejected rows.
+        k_scale, v_scale: static scales; 1 for formats that carry none.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        config: CacheConfig,
+        kv_format: KVFormat,
+        scales: ScalePair,
+        tables: BlockTables,
+    ) -> None:
+        self.format = kv_format
+        self.k_scale, self.v_scale = scales.k, scales.v
+        self._tables = tables
+        pages, device = tables.allocator.total, tables.device
+        ratio = geometry.compress_ratio
+        shape = (pages, geometry.kv_heads, PAGE_TOKENS, geometry.head_dim)
+        self.k_pages = torch.zeros(shape, dtype=kv_format.storage, device=device)
+        self.v_pages = torch.zeros(shape, dtype=kv_format.storage, device=device)
+        self.compressed_pages = torch.zeros(
+            pages, PAGE_TOKENS // ratio, geometry.index_dim, dtype=config.index_dtype, device=device
+        )
+        capacity = ratio * -(-(ratio + config.num_draft_tokens) // ratio)
+        self.ring = torch.zeros(
+            config.max_requests, capacity, geometry.index_dim, dtype=config.index_dtype, device=device
+        )
+
+    def pages(self, request: int) -> RequestPages:
+        """The request's block table."""
+        return self._tables.pages(request)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one decoder layer keeps: its mixer's cache and, where it has one, PLE's convolution state."""
+
+    mixer: QSALayerCache | GatedDeltaSlots
+    ple: ConvSlots | None = None
+
+
+class HybridCache:
+    """All caches of a model, and the block tables they share.
+
+    Attributes:
+        layers: one entry per target layer.
+        draft: the MTP layer's entry, or None.
+        tables: block tables.
+
+    Raises:
+        InputError: unknown format, a format without the scales it needs, or a size below 1.
+    """
+
+    def __init__(
+        self, geometry: CacheGeometry, config: CacheConfig, activation_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        for name in ("max_requests", "max_tokens"):
+            if getattr(config, name) < 1:
+                raise InputError(f"{name} is {getattr(config, name)}, expected at least 1")
+        self.config = config
+        # Every request may end in a part-filled page.
+        pages = -(-config.max_tokens // PAGE_TOKENS) + config.max_requests
+        self.tables = BlockTables(config.max_requests, pages, device)
+        self.recurrent: list[ConvSlots | GatedDeltaSlots] = []
+        self._device, self._dtype, self._geometry = device, activation_dtype, geometry
+        target, draft = _formats(config)
+        target_scales, draft_scales = _scales(config, geometry, target, draft)
+        qsa_scales = iter(target_scales)
+        self.layers = [
+            LayerCache(
+                QSALayerCache(geometry, config, target, next(qsa_scales), self.tables)
+                if kind == "qsa_attention"
+                else self._delta_slots(),
+                self._conv_slots(geometry.ple_length, geometry.ple_channels, torch.float32)
+                if i in geometry.ple_layers
+                else None,
+            )
+            for i, kind in enumerate(geometry.layer_types)
+        ]
+        self.draft = (
+            LayerCache(QSALayerCache(geometry, config, draft, draft_scales, self.tables))
+            if geometry.has_draft
+            else None
+        )
+
+    @property
+    def qsa(self) -> list[QSALayerCache]:
+        """The target's QSA layers, in order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, QSALayerCache)]
+
+    def open(self) -> int:
+        """A new request with no tokens and zero recurrent state."""
+        request = self.tables.open()
+        for slots in self.recurrent:
+            slots.reset(request)
+        return request
+
+    def reserve(self, request: int, length: int) -> None:
+        """Makes room for the request's first ``length`` tokens."""
+        self.tables.reserve(request, length)
+
+    def close(self, request: int) -> None:
+        """Ends a request; its pages and its row are free again."""
+        self.tables.close(request)
+
+    def snapshot(self, request: int) -> list[Tensor]:
+        """A copy of the request's recurrent state, all slots. K/V needs none: rows are rewritten in place."""
+        return [slots.copy_of(request) for slots in self.recurrent]
+
+    def restore(self, request: int, snapshot: list[Tensor]) -> None:
+        """Puts a snapshot back."""
+        for slots, state in zip(self.recurrent, snapshot, strict=True):
+            slots.put_back(request, state)
+
+    def _conv_slots(self, length: int, channels: int, dtype: torch.dtype) -> ConvSlots:
+        slots = ConvSlots(
+            self.config.max_requests,
+            self.config.num_draft_tokens + 1,
+            length,
+            channels,
+            dtype,
+            self._device,
+        )
+        self.recurrent.append(slots)
+        return slots
+
+    def _delta_slots(self) -> GatedDeltaSlots:
+        g = self._geometry
+        slots = GatedDeltaSlots(
+            self.config.max_requests,
+            self.config.num_draft_tokens + 1,
+            g.delta_heads,
+            g.delta_key_dim,
+            g.delta_value_dim,
+            self._conv_slots(g.conv_length, g.conv_channels, self._dtype),
+            self._device,
+        )
+        self.recurrent.append(slots)
+        return slots
+
+
+def _formats(config: CacheConfig) -> tuple[KVFormat, KVFormat]:
+    target = get_format(config.kv_format)
+    return target, target if config.draft_kv_format is None else get_format(config.draft_kv_format)
+
+
+def _scales(
+    config: CacheConfig, geometry: CacheGeometry, target: KVFormat, draft: KVFormat
+) -> tuple[tuple[ScalePair, ...], ScalePair]:
+    """Scales of every QSA layer and of the draft; unit for formats that carry none, refused when missing."""
+    layers = geometry.layer_types.count("qsa_attention")
+    scales = config.scales
+    if target.needs_scale:
+        have = len(scales.target) if scales is not None else 0
+        if scales is None or have != layers:
+            raise InputError(
+                f"KV format {target.name} needs a K and a V scale for each of {layers} QSA layers, {have} given"
+            )
+    if draft.needs_scale and geometry.has_draft and (scales is None or scales.draft is None):
+        raise InputError(f"draft KV format {draft.name} needs its own K and V scale, none given")
+    target_scales = scales.target if scales is not None and target.needs_scale else (UNIT_SCALES,) * layers
+    draft_scales = scales.draft if scales is not None and draft.needs_scale else None
+    return target_scales, draft_scales or UNIT_SCALES

@@ -1,0 +1,54 @@
+"""KV-cache formats: how a key or value component is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from page4.kernels.codecs import E4M3_MAX
+from page4.kernels.errors import InputError
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """One storage format of the main K/V cache.
+
+    Attributes:
+        name: what users write.
+        storage: dtype of the pages; byte formats are decoded by bits.
+        needs_scale: whether a calibrated FP32 scale per layer belongs to it.
+        max_value: largest finite stored magnitude; a scale maps the layer's maximum onto it.
+    """
+
+    name: str
+    storage: torch.dtype
+    needs_scale: bool
+    max_value: float
+
+    @property
+    def bytes_per_value(self) -> int:
+        return self.storage.itemsize
+
+
+_FORMATS = {
+    f.name: f
+    for f in (
+        # fp32 is the exact cache of float32 parity checks; fp16 is what studies compare against.
+        KVFormat("fp32", torch.float32, needs_scale=False, max_value=torch.finfo(torch.float32).max),
+        KVFormat("fp16", torch.float16, needs_scale=False, max_value=torch.finfo(torch.float16).max),
+        KVFormat("e4m3", torch.uint8, needs_scale=True, max_value=E4M3_MAX),
+    )
+}
+FORMAT_NAMES = tuple(_FORMATS)
+
+
+def get_format(name: str) -> KVFormat:
+    """The format called ``name``.
+
+    Raises:
+        InputError: no such format; the message lists those there are.
+    """
+    if name not in _FORMATS:
+        raise InputError(f"KV format {name!r} is unknown, expected one of {', '.join(FORMAT_NAMES)}")
+    return _FORMATS[name]
