@@ -13,7 +13,9 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm_zero_centred(x: Tensor, weight: Tensor, eps: float = 1e-6, group_size: int | None = None) -> Tensor:
+def rms_norm_zero_centred(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, group_size: int | None = None
+) -> Tensor:
     """RMSNorm whose weight is stored as its distance from one.
 
     Formula: ``y = x * rsqrt(mean(x^2) + eps) * (1 + weight)``, with the mean taken over the last axis, or
@@ -43,8 +45,9 @@ def rms_norm_zero_centred(x: Tensor, weight: Tensor, eps: float = 1e-6, group_si
 def rotary_cos_sin(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine tables of the rotary embedding at the given positions.
 
-    Formula: frequency ``i`` of ``rotary_dim / 2`` is ``theta^(-2i / rotary_dim)``; the angle is position times
-    frequency; the half table is written twice (NeoX layout: feature ``i`` pairs with ``i + rotary_dim / 2``).
+    Formula: frequency ``i`` of ``rotary_dim / 2`` is ``theta^(-2i / rotary_dim)``; the angle is position
+    times frequency; the half table is written twice (NeoX layout: feature ``i`` pairs with
+    ``i + rotary_dim / 2``).
 
     Shapes: ``positions`` is an integer tensor ``[N]``; both results are FP32 ``[N, rotary_dim]``.
 
@@ -67,10 +70,12 @@ def rotary_cos_sin(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Te
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the leading features of every head; the remaining features pass through.
 
-    Formula: ``y[:rot] = x[:rot] * cos + rotate_half(x[:rot]) * sin`` with ``rotate_half(a, b) = (-b, a)`` on halves.
+    Formula: ``y[:rot] = x[:rot] * cos + rotate_half(x[:rot]) * sin`` with ``rotate_half(a, b) = (-b, a)`` on
+    halves.
 
-    Shapes: ``x`` is ``[..., heads, D]``, ``cos`` and ``sin`` are ``[..., rot]`` with the same leading axes and
-    ``rot <= D``. The result has the shape and dtype of ``x``; the rotation is FP32 (FP64 for float64 inputs).
+    Shapes: ``x`` is ``[..., heads, D]``, ``cos`` and ``sin`` are ``[..., rot]`` with the same leading axes
+    and ``rot <= D``. The result has the shape and dtype of ``x``; the rotation is FP32 (FP64 for float64
+    inputs).
 
     Raises:
         InputError: ``rot`` is larger than ``D``.
