@@ -1,8 +1,8 @@
 """Prompts of a study: windows of held-out texts behind a nonce, paired over arms and over context lengths.
 
-An anchor is a position in a text. The prompt of length L at an anchor is a nonce followed by the L - len(nonce)
-tokens before the anchor, so every length predicts the same targets with a growing context. The text after the anchor
-continues the prompt: the rounds of a study start from the prefixes L, L + stride, L + 2 stride, ...
+An anchor is a position in a text. The prompt of length L at an anchor is a nonce followed by the
+L - len(nonce) tokens before the anchor, so every length predicts the same targets with a growing context. The
+text after the anchor continues the prompt: rounds start from the prefixes L, L + stride, L + 2 stride, ...
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Anchor:
 def load_texts(folder: Path, encode: Encode, names: Sequence[str] = ()) -> list[Text]:
     """Read and tokenise the texts of a folder, ordered by name.
 
-    The folder holds UTF-8 `.txt` files; `prompts.json`, where there is one, adds the name, kind and SHA-256 of each.
+    The folder holds UTF-8 `.txt` files; `prompts.json`, where there is one, lists them with name, kind and
+    SHA-256.
 
     Args:
         folder: Where the files are.
@@ -58,8 +59,8 @@ def load_texts(folder: Path, encode: Encode, names: Sequence[str] = ()) -> list[
         names: Only these texts; all when empty.
 
     Raises:
-        InputError: No such folder, no text in it, an unknown name, a file that is not UTF-8 or whose SHA-256 differs
-            from the one in `prompts.json`.
+        InputError: No such folder, no text in it, an unknown name, a file that is not UTF-8 or whose SHA-256
+            differs from the one in `prompts.json`.
     """
     if not folder.is_dir():
         raise InputError(f"the prompt folder {folder} does not exist")
@@ -81,8 +82,8 @@ def choose_anchors(
 ) -> list[Anchor]:
     """Choose `count` anchors, balanced over the texts and spread within each.
 
-    Anchors of one text lie in equal strata, one at random in each, so that no two rounds start from the same prefix.
-    The list goes around the texts, so every beginning of it is balanced too.
+    Anchors of one text lie in equal strata, one at random in each, so that no two rounds start from the same
+    prefix. The list goes around the texts, so every beginning of it is balanced too.
 
     Args:
         texts: At least one.
@@ -98,8 +99,8 @@ def choose_anchors(
     for text in texts:
         if len(text.tokens) < shortest:
             raise InputError(
-                f"the text {text.name!r} has {len(text.tokens)} tokens, too few for a prompt of {longest}: it allows "
-                f"at most {max(len(text.tokens) - rounds_span, 0)} with {rounds_span} more for the rounds"
+                f"the text {text.name!r} has {len(text.tokens)} tokens, too few for a prompt of {longest}: "
+                f"at most {max(len(text.tokens) - rounds_span, 0)} fit before {rounds_span} for the rounds"
             )
     order = np.random.default_rng(_seed(seed, "order")).permutation(len(texts))
     shares = {
@@ -143,8 +144,8 @@ def _strata(text: Text, share: int, longest: int, rounds_span: int, seed: int) -
     if width < rounds_span + 1 and share > 1:
         most = (len(text.tokens) - longest) // (rounds_span + 1)
         raise InputError(
-            f"the text {text.name!r} has room for {max(most, 1)} prompts of {longest} tokens without overlapping "
-            f"rounds, {share} were asked: use fewer prompts, fewer rounds or a shorter length"
+            f"the text {text.name!r} has room for {max(most, 1)} prompts of {longest} tokens without "
+            f"overlapping rounds, {share} were asked: use fewer prompts, fewer rounds or a shorter length"
         )
     generator = np.random.default_rng(_seed(seed, text.name))
     slack = max(width - rounds_span - 1, 0)
@@ -158,7 +159,7 @@ def _seed(seed: int, purpose: str) -> list[int]:
 
 
 def _entries(folder: Path) -> list[tuple[str, str, str, str]]:
-    """(name, file, kind, sha256) of every text; without `prompts.json` the name is the file's, the rest empty."""
+    """(name, file, kind, sha256) of every text; the last two are empty without `prompts.json`."""
     index = folder / "prompts.json"
     if not index.is_file():
         return [(file.stem, file.name, "", "") for file in sorted(folder.glob("*.txt"))]

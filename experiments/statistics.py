@@ -17,7 +17,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit
 
 from page4.kernels.errors import InputError
 
@@ -49,8 +48,7 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Statistic:
     top, bottom = np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)
 
     def statistic(weights: Array) -> Array:
-        below = weights @ bottom
-        return np.divide(weights @ top, below, out=np.full(len(weights), np.nan), where=below > 0)
+        return _divide(weights @ top, weights @ bottom)
 
     return statistic
 
@@ -66,7 +64,8 @@ def weighted_median(values: ArrayLike) -> Statistic:
         half = cumulative[:, -1:] / 2
         lower = ordered[np.argmax(cumulative >= half, axis=1)]
         upper = ordered[np.argmax(cumulative > half, axis=1)]
-        return (lower + upper) / 2
+        median: Array = (lower + upper) / 2
+        return median
 
     return statistic
 
@@ -80,9 +79,7 @@ def relative_difference(treated: Statistic, control: Statistic) -> Statistic:
     """`treated / control - 1` of the same drawn clusters; NaN where the control is 0."""
 
     def statistic(weights: Array) -> Array:
-        base = control(weights)
-        quotient = np.divide(treated(weights), base, out=np.full(len(weights), np.nan), where=base != 0)
-        return quotient - 1
+        return _divide(treated(weights), control(weights)) - 1
 
     return statistic
 
@@ -124,7 +121,7 @@ def bootstrap(
     normal = NormalDist()
     quantile = normal.inv_cdf((1 + confidence) / 2)
     if widen:
-        quantile = math.sqrt(clusters / (clusters - 1)) * float(stdtrit(clusters - 1, (1 + confidence) / 2))
+        quantile = math.sqrt(clusters / (clusters - 1)) * student_quantile(confidence, clusters - 1)
     # Draws equal to the value count half, so that a statistic with few distinct values is not called biased.
     below = (np.searchsorted(draws, value, "left") + np.searchsorted(draws, value, "right")) / (2 * resamples)
     bias = normal.inv_cdf(min(max(below, 1 / (2 * resamples)), 1 - 1 / (2 * resamples)))
@@ -137,6 +134,34 @@ def bootstrap(
         return float(np.quantile(draws, probability))
 
     return Estimate(value, bound(-quantile), bound(quantile), clusters)
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """The t with P(|T| < t) = `confidence` for Student's T with `freedom` >= 1 degrees of freedom.
+
+    Bisects Abramowitz and Stegun, Handbook of Mathematical Functions, formulas 26.7.3 and 26.7.4, in
+    theta = atan(t / sqrt(freedom)).
+    """
+    steps = np.arange(2 + freedom % 2, freedom - 1, 2)
+
+    def probability(theta: float) -> float:
+        cosine, sine = math.cos(theta), math.sin(theta)
+        series = 1 + float(np.cumprod((steps - 1) / steps * cosine**2).sum())
+        if freedom % 2 == 0:
+            return sine * series
+        return 2 / math.pi * (theta + (sine * cosine * series if freedom > 1 else 0))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _divide(top: Array, bottom: Array) -> Array:
+    """Quotient, NaN where `bottom` is 0."""
+    quotient: Array = np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom != 0)
+    return quotient
 
 
 def _weights(clusters: int, resamples: int, seed: int) -> Array:

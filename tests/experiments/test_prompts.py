@@ -1,13 +1,13 @@
-"""Prompts: the same targets at every length, a nonce each, balance over texts, and one clear line for bad input."""
+"""Prompts: the same targets at every length, a nonce each, balance over texts, clear refusals."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
 from page4.experiments.prompts import Text, choose_anchors, cut_prompt, load_texts, nonce
 from page4.kernels.errors import InputError
 
@@ -48,7 +48,7 @@ def test_rounds_of_one_text_never_overlap() -> None:
     anchors = choose_anchors(_texts(1000), 12, longest=300, rounds_span=40, seed=2)
     positions = sorted(anchor.position for anchor in anchors)
     assert positions[0] >= 300 and positions[-1] + 40 <= 1000
-    assert all(later - earlier > 40 for earlier, later in zip(positions, positions[1:], strict=False))
+    assert all(later - earlier > 40 for earlier, later in pairwise(positions))
 
 
 def test_the_seed_decides_the_anchors() -> None:
@@ -66,7 +66,7 @@ def test_every_prompt_and_every_nonce_id_has_its_own_nonce() -> None:
 
 
 def test_a_text_too_short_for_the_length_is_named_with_what_it_allows() -> None:
-    with pytest.raises(InputError, match=r"'text1' has 500 tokens, too few for a prompt of 512: .* at most 476"):
+    with pytest.raises(InputError, match=r"'text1' has 500 tokens, too few .* of 512: at most 476"):
         choose_anchors(_texts(900, 500), 2, longest=512, rounds_span=24, seed=0)
 
 
@@ -99,10 +99,10 @@ def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) ->
 def test_unreadable_folders_and_files_are_input_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         load_texts(tmp_path / "none", _encode)
-    with pytest.raises(InputError, match="holds no .txt file"):
+    with pytest.raises(InputError, match="holds no"):
         load_texts(tmp_path, _encode)
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="a.txt is not UTF-8"):
+    with pytest.raises(InputError, match="is not UTF-8"):
         load_texts(tmp_path, _encode)
     with pytest.raises(InputError, match="no text named 'c'"):
         load_texts(tmp_path, _encode, names=["c"])

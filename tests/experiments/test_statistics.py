@@ -8,12 +8,14 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+
 from page4.experiments.statistics import (
     Estimate,
     bootstrap,
     difference,
     ratio,
     relative_difference,
+    student_quantile,
     weighted_median,
 )
 from page4.kernels.errors import InputError
@@ -107,6 +109,13 @@ def test_weighted_median_repeats_values() -> None:
     values, counts = np.array([7.0, 1.0, 4.0, 9.0]), np.array([[2, 0, 1, 1], [0, 3, 1, 0], [1, 1, 1, 1]])
     expected = [np.median(np.repeat(values, row)) for row in counts]
     assert weighted_median(values)(counts.astype(float)).tolist() == expected
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 7, 30, 255, 2000])
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
+def test_student_quantile_equals_scipy(freedom: int, confidence: float) -> None:
+    expected = scipy.stats.t.ppf((1 + confidence) / 2, freedom)
+    assert student_quantile(confidence, freedom) == pytest.approx(expected, rel=1e-9)
 
 
 def test_seed_decides_the_interval() -> None:

@@ -1,0 +1,141 @@
+"""Figures of studies, drawn from estimates with intervals; no figure knows how its numbers were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from page4.experiments.statistics import Estimate
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette: told apart with every common kind of colour blindness."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a figure: an estimate at each x, a context length in tokens or a draft position."""
+
+    label: str
+    x: Sequence[int]
+    estimates: Sequence[Estimate]
+
+
+def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
+    """Acceptance against context length, a line with interval bars per arm; estimates are fractions."""
+    figure, axes = _figure(title, note)
+    for index, line in enumerate(series):
+        _line(axes, line, index, shift=2 ** (0.06 * _offset(index, len(series))))
+    _length_axis(axes, series)
+    axes.set_ylabel("acceptance (accepted / drafted tokens)")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_difference(series: Sequence[Series], noise: Series | None, title: str, note: str) -> Figure:
+    """Paired differences of acceptance against context length; estimates are percentage points.
+
+    `noise` is the difference of a control arm that differs in nothing that matters. Its interval is drawn as
+    a band: a difference inside it is not told from noise.
+    """
+    figure, axes = _figure(title, note)
+    axes.axhline(0, color="black", linewidth=0.8)
+    if noise is not None:
+        _band(axes, noise)
+    for index, line in enumerate(series):
+        _line(axes, line, index + 1, shift=2 ** (0.06 * _offset(index, len(series))))
+    _length_axis(axes, [*series, noise] if noise else series)
+    axes.set_ylabel("difference of acceptance (percentage points)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str, note: str) -> Figure:
+    """Share of rounds whose first j drafts were all accepted, for j = 1..K: one panel per context length.
+
+    `panels` holds at least one (heading, lines over the draft positions); estimates are fractions.
+    """
+    figure = Figure(figsize=(1.7 * len(panels) + 1.4, 3.6), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (heading, series) in zip(all_axes, panels, strict=True):
+        _clean(axes)
+        for index, line in enumerate(series):
+            _line(axes, line, index, step=0.12 * _offset(index, len(series)))
+        positions = sorted({x for line in series for x in line.x})
+        axes.set_title(heading, fontsize=10)
+        axes.xaxis.set_major_locator(FixedLocator(positions))
+        axes.set_xlim(positions[0] - 0.5, positions[-1] + 0.5)
+        axes.set_xlabel("draft position")
+    all_axes[0].set_ylim(bottom=0)
+    all_axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    all_axes[0].set_ylabel("rounds accepted to this position")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
+    _titles(figure, title, note)
+    return figure
+
+
+def format_tokens(length: int) -> str:
+    """1024 -> 1k, 1536 -> 1.5k, 96 -> 96."""
+    return f"{length / 1024:.3g}k" if length >= 1024 else str(length)
+
+
+def _figure(title: str, note: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axes = figure.subplots()
+    _clean(axes)
+    _titles(figure, title, note)
+    return figure, axes
+
+
+def _clean(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _titles(figure: Figure, title: str, note: str) -> None:
+    """A title above, and below the axes in small print what the sample is and what the bars mean."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
+
+
+def _offset(index: int, count: int) -> float:
+    """Places lines side by side around their x, so that interval bars do not hide each other."""
+    return index - (count - 1) / 2
+
+
+def _line(axes: Axes, line: Series, index: int, *, shift: float = 1.0, step: float = 0.0) -> None:
+    """Points at `x * shift + step`, joined, with a bar from low to high where there is an interval."""
+    x = [value * shift + step for value in line.x]
+    values = [estimate.value for estimate in line.estimates]
+    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    axes.plot(x, values, color=colour, marker=marker, markersize=5, linewidth=1.4, label=line.label)
+    low, high = [e.low for e in line.estimates], [e.high for e in line.estimates]
+    axes.vlines(x, low, high, color=colour, linewidth=1.4)
+
+
+def _band(axes: Axes, noise: Series) -> None:
+    """The interval as an area that reaches past the outer lengths, so that a single length shows too."""
+    x = [noise.x[0] / 1.1, *noise.x, noise.x[-1] * 1.1]
+    estimates = [noise.estimates[0], *noise.estimates, noise.estimates[-1]]
+    low, high = [e.low for e in estimates], [e.high for e in estimates]
+    axes.fill_between(x, low, high, color="0.6", alpha=0.3, linewidth=0, label=noise.label)
+    axes.plot(x, [e.value for e in estimates], color="0.45", linestyle="--", linewidth=1)
+
+
+def _length_axis(axes: Axes, series: Sequence[Series]) -> None:
+    """A logarithmic axis with a tick at every measured length and no other."""
+    lengths = sorted({x for line in series for x in line.x})
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_tokens(round(x))))
+    axes.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+    axes.set_xlabel("context length (tokens)")

@@ -1,0 +1,84 @@
+"""Figures: they render, show what was measured where it was measured, and survive missing intervals."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from page4.experiments.plots import (
+    Series,
+    format_tokens,
+    plot_acceptance,
+    plot_by_position,
+    plot_difference,
+)
+from page4.experiments.statistics import Estimate
+
+LENGTHS = (1024, 2048, 4096)
+
+
+def _series(label: str, level: float, width: float = 0.03, x: tuple[int, ...] = LENGTHS) -> Series:
+    return Series(label, x, [Estimate(level, level - width, level + width, 8) for _ in x])
+
+
+def _render(figure: Figure) -> np.ndarray:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=50)
+    buffer.seek(0)
+    return matplotlib.image.imread(buffer)
+
+
+def test_acceptance_figure_shows_every_arm_on_a_log2_axis_with_units() -> None:
+    figure = plot_acceptance([_series("fp16", 0.5), _series("e4m3", 0.45)], "title", "note")
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fp16", "e4m3"]
+    assert axes.get_xscale() == "log"
+    assert list(axes.get_xticks()) == list(LENGTHS)
+    assert "tokens" in axes.get_xlabel() and "accepted / drafted" in axes.get_ylabel()
+    assert _render(figure).std() > 0.01
+
+
+def test_interval_bars_reach_from_low_to_high() -> None:
+    (axes,) = plot_acceptance([_series("fp16", 0.5, width=0.1)], "title", "note").axes
+    (bars,) = [item for item in axes.collections if item.get_segments()]  # type: ignore[attr-defined]
+    assert bars.get_segments()[0][:, 1] == pytest.approx([0.4, 0.6])  # type: ignore[attr-defined]
+
+
+def test_difference_figure_has_the_noise_band_and_a_zero_line() -> None:
+    noise = Series("A/A", LENGTHS, [Estimate(0.1, -1.25, 1.5, 8) for _ in LENGTHS])
+    (axes,) = plot_difference([_series("e4m3 - fp16", -2.0, 1.0)], noise, "title", "note").axes
+    band = axes.collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (-1.25, 1.5)
+    assert any(np.allclose(line.get_ydata(), 0) for line in axes.lines)
+    assert "percentage points" in axes.get_ylabel()
+
+
+def test_a_single_length_still_shows_its_noise_band() -> None:
+    noise = _series("A/A", 0.0, 1.0, x=(1024,))
+    (axes,) = plot_difference([_series("e4m3", -2.0, 1.0, x=(1024,))], noise, "title", "note").axes
+    band = axes.collections[0].get_paths()[0].vertices
+    assert band[:, 0].min() < 1024 < band[:, 0].max()
+
+
+def test_position_figure_has_a_panel_per_length_and_a_tick_per_draft() -> None:
+    panels = [(f"{format_tokens(n)} tokens", [_series("fp16", 0.6, x=(1, 2, 3))]) for n in LENGTHS]
+    figure = plot_by_position(panels, "title", "note")
+    assert [axes.get_title() for axes in figure.axes] == ["1k tokens", "2k tokens", "4k tokens"]
+    assert all(list(axes.get_xticks()) == [1, 2, 3] for axes in figure.axes)
+    assert _render(figure).std() > 0.01
+
+
+def test_estimates_without_interval_are_drawn_as_points() -> None:
+    lone = Series("fp16", LENGTHS, [Estimate(0.5, math.nan, math.nan, 1) for _ in LENGTHS])
+    for figure in (plot_acceptance([lone], "title", "note"), plot_difference([lone], lone, "title", "note")):
+        assert _render(figure).std() > 0.01
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(96, "96"), (1024, "1k"), (1536, "1.5k"), (32768, "32k")])
+def test_token_counts_are_short(tokens: int, text: str) -> None:
+    assert format_tokens(tokens) == text
