@@ -13,7 +13,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; it takes the name `path` when the block ends without an exception.
+    """Yield a temporary path beside `path` that takes the name `path` when the block ends normally.
 
     The temporary file keeps the suffix, so that libraries that choose a format by it work. It is removed when
     the block raises, and `path` keeps its earlier content then.
@@ -39,7 +39,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically. NaN and infinities are refused (ValueError): JSON has no way to say them."""
+    """Write indented JSON atomically; NaN and infinities, which JSON does not have, are a ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

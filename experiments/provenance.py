@@ -18,7 +18,7 @@ FOLDERS = ("kernels", "kvcache", "model", "spec_decode", "experiments")
 
 
 def collect_provenance() -> dict[str, Any]:
-    """Everything that is needed to tell under what conditions a result was measured, without machine paths."""
+    """The conditions under which a result was measured, without machine paths."""
     return {
         "command": command_line(sys.argv),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -64,10 +64,10 @@ def hardware() -> dict[str, Any]:
 
 
 def source_version() -> dict[str, Any]:
-    """Commit, whether tracked files differ from it (None outside a checkout), and a digest of the package's code.
+    """Commit, whether tracked files differ from it, and a digest of the package's code.
 
-    The digest also tells two versions apart where there is no repository: SHA-256 over the names and contents
-    of every Python file of the five packages, in the order of their names.
+    Commit and difference are None outside a checkout. The digest also tells two versions apart there: SHA-256 over
+    the names and contents of every Python file of the five packages, in the order of their names.
     """
     return {"commit": _git("rev-parse", "HEAD"), "dirty": _dirty(), "code_sha256": _code_digest()}
 

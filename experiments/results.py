@@ -28,18 +28,18 @@ class ResultFolder:
     """A context manager around the folder that a study writes to.
 
         with ResultFolder(out, config, inputs={"checkpoint": sha256}) as folder:
-            samples = folder.samples({"prompt": str, "length": int, "accepted": int}, key=("prompt", "length"))
+            samples = folder.samples({"prompt": str, "accepted": int}, key=("prompt",))
             ...
             folder.write_json("summary.json", summary)
             folder.write_provenance()
 
-    Entering creates the folder, locks it against a second process, and writes `config.yaml` and `inputs.json`.
-    A folder that exists is taken up again when both agree with what is there.
+    Entering creates the folder, locks it against a second process, and writes `config.yaml` and
+    `inputs.json`. A folder that exists is taken up again when both agree with what is there.
 
     Args:
         out: The folder.
-        config: The study's configuration, with every choice of "auto" made: what is compared is what was run.
-        inputs: Name -> digest of data that the configuration only points to, such as the checkpoint and prompts.
+        config: The study's configuration, with every choice of "auto" made: what was run is compared.
+        inputs: Name -> digest of data that the configuration only points to: the checkpoint, the prompts.
 
     Raises:
         InputError: On entering, when the folder belongs to another configuration or other inputs (the message
@@ -67,7 +67,8 @@ class ResultFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
-            self._lock.close()  # closing releases the lock; the empty file stays, so that no two locks can differ
+            # Closing releases the lock. The empty file stays: removing it could leave two owners.
+            self._lock.close()
             self._lock = None
 
     def samples(
@@ -97,7 +98,7 @@ class ResultFolder:
         return self.path / name
 
     def write_provenance(self, **extra: Any) -> Path:
-        """Write `provenance.json`: versions, hardware, commit, command, time, configuration and input digests."""
+        """Write `provenance.json`: versions, hardware, source, command, time and digests."""
         record = collect_provenance() | {"config_hash": config_hash(self.config), "inputs": self.inputs}
         return self.write_json("provenance.json", record | extra)
 

@@ -17,9 +17,9 @@ Row = dict[str, Any]
 class SampleStore:
     """Rows with a unique key, kept in a CSV file that is complete after every `add`.
 
-    `add` rewrites the whole file under a temporary name and renames it, so an interrupt leaves the rows of the
-    last finished `add`: at a few thousand short rows that costs milliseconds. Floats are written with `repr`
-    and read back exactly; None is an empty cell.
+    `add` rewrites the whole file under a temporary name and renames it, so an interrupt leaves the rows of
+    the last finished `add`; at a few thousand short rows that costs milliseconds. Floats are written with
+    `repr` and read back exactly; None is an empty cell.
 
     Args:
         path: The CSV file; it is read when it exists.

@@ -1,0 +1,69 @@
+# Everything runs from a virtual environment that make builds; only make and Python 3.11+ are needed.
+#
+#   STACK=v100    torch 2.10 and triton 3.6, the newest default wheels for a V100 (in .venv-v100)
+#   PYTHON=...    the Python to build the environment with
+#   OUT=...       the folder of `make study`
+#   ARGS=...      more options for `page4 acceptance`, for example ARGS="--quick"
+
+STACK  ?= default
+PYTHON ?= python3
+OUT    ?= results/acceptance
+ARGS   ?=
+
+VENV   := .venv$(if $(filter-out default,$(STACK)),-$(STACK))
+BIN    := $(VENV)/bin
+INPUTS := pyproject.toml setup.py $(wildcard constraints/*.txt)
+PARTS  := kernels kvcache model spec_decode experiments
+
+.DEFAULT_GOAL := help
+.PHONY: help study test lint notebooks clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make study       measure MTP acceptance against context length with the shipped checkpoint"
+	@echo "make test        run the tests"
+	@echo "make lint        run ruff and mypy"
+	@echo "make notebooks   execute the notebooks"
+	@echo "make clean       remove the environments and caches; results/ stays"
+	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=$(OUT), ARGS=\"--quick\" (see the Makefile)"
+
+study: $(VENV)/.installed
+	@$(BIN)/page4 acceptance --out "$(OUT)" $(ARGS)
+
+test: $(VENV)/.installed-test
+	@$(BIN)/pytest -n 2
+
+# page4.* are the top folders under another name; the links let mypy find them by that name.
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p .mypy/page4 && for part in $(PARTS); do ln -sfn ../../$$part .mypy/page4/$$part; done
+	$(BIN)/mypy $(PARTS:%=-p page4.%)
+
+notebooks: $(VENV)/.installed-notebooks
+	@$(BIN)/python notebooks/execute.py
+
+clean:
+	rm -rf .venv .venv-* .mypy .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(VENV)/.python: | constraints/$(STACK).txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "page4 needs Python 3.11 or newer; \`$(PYTHON)\` is not. Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "Cannot create $(VENV): is the venv module of $(PYTHON) installed (Debian: python3-venv)?" >&2; exit 1; }
+	@touch $@
+
+constraints/$(STACK).txt:
+	@echo "Unknown STACK=$(STACK); choose one of: default v100" >&2; exit 1
+
+$(VENV)/.installed: $(VENV)/.python $(INPUTS)
+	@echo "Installing page4 into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo "Installing the $* packages into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e ".[$*]"
+	@touch $@

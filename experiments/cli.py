@@ -1,0 +1,73 @@
+"""The command `page4`: what its sub-commands are, and how every error becomes one line and a status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+import yaml
+
+from page4.experiments.cli_info import info
+from page4.kernels.errors import InputError
+
+# Modules of commands import nothing heavy at their top: `page4 --help` must not wait for PyTorch.
+app = typer.Typer(
+    name="page4",
+    help="8-bit KV caches for Qwen4Exp sparse attention with MTP speculative decoding, measured.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("info")(info)
+
+
+@app.callback()
+def page4() -> None:
+    """8-bit KV caches for Qwen4Exp sparse attention with MTP speculative decoding, measured."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status.
+
+    0: done. 2: the input cannot be used; one line on standard error says why. 130: interrupted. Any other
+    exception is a defect and keeps its traceback.
+    """
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(list(arguments) or ["--help"], prog_name="page4", standalone_mode=False)
+    except typer.TyperException as error:
+        return _refuse(error.format_message())
+    except InputError as error:
+        return _refuse(str(error))
+    except yaml.YAMLError as error:
+        return _refuse(f"not valid YAML: {error}")
+    except BrokenPipeError:
+        # The reader has gone, as in `page4 info | head`: what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _refuse(f"{error.filename or 'writing the results'}: {error.strerror}")
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    if status == 130:  # Typer turns an interrupt into this status
+        print("page4: interrupted, run the same command to resume", file=sys.stderr)
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _refuse(message: str) -> int:
+    print(f"page4: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What is installed here: versions, hardware, stack, checkpoint and KV formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import page4.model
+from page4.experiments.provenance import hardware, package_versions
+from page4.kvcache import FORMAT_NAMES, get_format
+
+CHECKPOINT = Path(page4.model.__file__).parent / "checkpoint"
+
+# torch and triton releases that were tested together, by the name of their constraints file.
+STACKS = {("2.13", "3.7"): "default", ("2.10", "3.6"): "v100"}
+
+
+def collect_info() -> dict[str, Any]:
+    """One record for `page4 info`, of JSON types only."""
+    versions = package_versions()
+    return {
+        "versions": versions,
+        "stack": stack_name(versions["torch"], versions["triton"]),
+        "hardware": hardware(),
+        "checkpoint": checkpoint_state(CHECKPOINT),
+        "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
+    }
+
+
+def stack_name(torch: str | None, triton: str | None) -> str | None:
+    """Name of the tested stack with these versions, or None."""
+    pair = tuple(".".join((version or "").split(".")[:2]) for version in (torch, triton))
+    return STACKS.get((pair[0], pair[1]))
+
+
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """Whether a checkpoint lies in the folder, and the size of its weight files in bytes."""
+    shards = sorted(folder.glob("*.safetensors"))
+    found = bool(shards) and (folder / "config.json").is_file()
+    return {"found": found, "bytes": sum(shard.stat().st_size for shard in shards)}
+
+
+def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """The record as (name, text) lines for people."""
+    hardware, checkpoint = record["hardware"], record["checkpoint"]
+    lines = [(name, version or "not installed") for name, version in record["versions"].items()]
+    lines.append(("stack", record["stack"] or "not one of the tested ones"))
+    lines.append(("CPU", f"{hardware['cpu']}, {hardware['cpu_count']} threads"))
+    for gpu in hardware["gpus"]:
+        memory = gpu["memory"] / 2**30
+        lines.append(("GPU", f"{gpu['name']}, capability {gpu['capability']}, {memory:.0f} GiB"))
+    if not hardware["gpus"]:
+        lines.append(("GPU", "none that PyTorch can use"))
+    size = f"{checkpoint['bytes'] / 1e6:.1f} MB of weights"
+    lines.append(("checkpoint", size if checkpoint["found"] else "not found in page4.model"))
+    formats = (f"{name} ({size} B)" for name, size in record["kv_formats"].items())
+    lines.append(("KV formats", ", ".join(formats)))
+    return lines
