@@ -151,6 +151,13 @@ class QSALayerCache:
         """The request's block table."""
         return self._tables.pages(request)
 
+    def largest(self, request: int, length: int) -> tuple[float, float]:
+        """Largest |K| and |V| among the request's first ``length`` tokens, in stored units."""
+        positions = torch.arange(length, device=self.k_pages.device)
+        slots = self.pages(request).slots(positions)
+        page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        return tuple(float(p[page, :, offset].abs().max()) for p in (self.k_pages, self.v_pages))  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
 class LayerCache:
