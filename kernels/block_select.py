@@ -11,6 +11,8 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
+_SCORE_ROWS = 128
+
 
 def index_scores(iq: Tensor, compressed: Tensor) -> Tensor:
     """Score of every compressed key block for every query row.
@@ -26,15 +28,14 @@ def index_scores(iq: Tensor, compressed: Tensor) -> Tensor:
 
     Source: Qwen4Exp QSA indexer.
     """
-    rows, heads, dim = iq.shape
-    if compressed.ndim != 2 or compressed.shape[1] != dim:
+    dim = iq.shape[-1]
+    if iq.ndim != 3 or compressed.ndim != 2 or compressed.shape[1] != dim:
         raise InputError(f"compressed keys have shape {list(compressed.shape)}; need [nb, {dim}]")
     compute = torch.promote_types(iq.dtype, torch.float32)
-    queries, keys = iq.to(compute), compressed.to(compute).mT
-    scores = queries.new_zeros(rows, compressed.shape[0])
-    for head in range(heads):  # one head at a time: [R, nb] is the largest value alive
-        scores = scores + torch.relu_(queries[:, head] @ keys)
-    return scores / math.sqrt(dim)
+    queries, keys = iq.to(compute) / math.sqrt(dim), compressed.to(compute).mT
+    # Per-head scores are Hi times the result; a tile of rows keeps them small.
+    tiles = [torch.relu_(tile @ keys).sum(dim=1) for tile in queries.split(_SCORE_ROWS)]
+    return torch.cat(tiles)
 
 
 def select_blocks(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
@@ -57,23 +58,24 @@ def select_blocks(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
         raise InputError(f"topk must be at least 1, got {topk}")
     if bool(((visible < 0) | (visible > num_blocks)).any()):
         raise InputError(f"visible counts must lie in 0..{num_blocks}")
-    selected = torch.arange(num_blocks, device=scores.device) < visible[:, None]  # all visible blocks
-    crowded = (visible > topk).nonzero().squeeze(1)  # rows that must choose
+    allowed = torch.arange(num_blocks, device=scores.device) < visible[:, None]  # [R, nb]
+    crowded = (visible > topk).nonzero().squeeze(1)  # the rows that must choose
     if len(crowded) == 0:
-        return selected
-    allowed = selected[crowded]
-    ranked = scores[crowded].masked_fill(~allowed, -torch.inf)
-    kth_value = ranked.topk(topk, sorted=False).values.amin(dim=1, keepdim=True)
-    above = ranked > kth_value
-    tied = (ranked == kth_value) & allowed
-    wanted = topk - above.sum(dim=1, keepdim=True)
-    # Only rows with more ties than places need an order among them.
-    contested = (tied.sum(dim=1, keepdim=True) > wanted).squeeze(1).nonzero().squeeze(1)
+        return allowed
+    choice = allowed[crowded]
+    ranked = scores[crowded].masked_fill_(~choice, -torch.inf)
+    top_values = ranked.topk(topk, sorted=False).values
+    kth_value = top_values.amin(dim=1, keepdim=True)
+    choice &= ranked >= kth_value
+    # Where more blocks tie at the k-th value than places are left, the first of them win.
+    contested = (choice.sum(dim=1) > topk).nonzero().squeeze(1)
     if len(contested):
-        earlier_ties = tied[contested].cumsum(dim=1, dtype=torch.int32)  # counts the block itself
-        tied[contested] &= earlier_ties <= wanted[contested]
-    selected[crowded] = above | tied
-    return selected
+        tied = choice[contested] & (ranked[contested] == kth_value[contested])
+        places = topk - (top_values[contested] > kth_value[contested]).sum(dim=1, keepdim=True)
+        too_late = tied & (tied.cumsum(dim=1, dtype=torch.int32) > places)
+        choice[contested] &= ~too_late
+    allowed[crowded] = choice
+    return allowed
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,14 @@ def union_plan(selected: Tensor, positions: Tensor, rows_per_group: int, ratio: 
 
     Row ``r`` at position ``p`` reads its selected complete blocks and the tail tokens
     ``ratio * ((p + 1) // ratio) .. p`` (none when ``p + 1`` is a multiple of ``ratio``). A position of -1 is
-    a padded row, which reads nothing.
+    a padded row, which reads nothing. Tokens after a row's position are never visible to it, whatever is
+    selected.
 
     Shapes: ``selected`` is bool ``[R, nb]``, ``positions`` int64 ``[R]``. Rows are grouped in order,
     ``G = ceil(R / rows_per_group)`` and ``M = rows_per_group``; the last group may be short.
 
     Raises:
-        InputError: shapes that disagree, ``rows_per_group`` below 1, or a selected block that is not complete
-            at its row's position.
+        InputError: shapes that disagree, or ``rows_per_group`` below 1.
     """
     rows, num_blocks = selected.shape
     if positions.shape != (rows,):
@@ -119,8 +121,6 @@ def union_plan(selected: Tensor, positions: Tensor, rows_per_group: int, ratio: 
 
     member = torch.zeros(groups * rows_per_group, width, dtype=torch.bool, device=device)
     member[:rows, :num_blocks] = selected
-    if bool((member[:rows] & (torch.arange(width, device=device) >= complete[:, None])).any()):
-        raise InputError("a selected block is not complete at its row's position")
     tail_rows = has_tail.nonzero().squeeze(1)
     member[tail_rows, complete[tail_rows]] = True
     member = rearrange(member, "(g m) b -> g m b", m=rows_per_group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -106,28 +108,35 @@ def page4_attention_reference(
     k_blocks = _gather_blocks(k_pages, block_table, needed, kv_format).to(compute)
     v_blocks = _gather_blocks(v_pages, block_table, needed, kv_format).to(compute)
     scaled_q = q.to(compute) * (softmax_scale * k_scale)
+    entries = torch.searchsorted(needed, plan.blocks.clamp(min=0))  # [G, U] into k_blocks
+    # Two workspaces serve all groups: touching fresh memory would cost more than the softmax.
+    heads_per_kv = query_heads // kv_heads
+    size = query_heads * min(rows, rows_per_group) * plan.blocks.shape[1] * COMPRESS_RATIO
+    score_space, weight_space = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
 
     for group, count in enumerate(plan.counts.tolist()):
         if count == 0:
             continue
         first, last = group * rows_per_group, min(rows, (group + 1) * rows_per_group)
-        entries = torch.searchsorted(needed, plan.blocks[group, :count].contiguous())
-        k = rearrange(k_blocks[:, entries], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)  # [Hkv, N, D]
-        v = rearrange(v_blocks[:, entries], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)
-        sees = rearrange(plan.token_mask[group, :count, : last - first], "u m r -> m (u r)")  # [m, N]
-        # 0 * NaN is NaN: a probability of zero does not hide what an unseen slot holds.
-        v = v.masked_fill(~sees.any(dim=0)[:, None], 0.0)
+        k = rearrange(k_blocks[:, entries[group, :count]], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)
+        v = rearrange(v_blocks[:, entries[group, :count]], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)
+        hidden = ~rearrange(plan.token_mask[group, :count, : last - first], "u m r -> m (u r)")  # [m, N]
+        # Neither a probability of 0 nor a score of -inf hides a NaN in an unseen slot, so K and V become 0.
+        unseen = hidden.all(dim=0)
+        k[:, unseen], v[:, unseen] = 0.0, 0.0  # [Hkv, N, D]
+
         group_q = rearrange(scaled_q[first:last], "m (h g) d -> h (g m) d", h=kv_heads)
-        scores = rearrange(group_q @ k.mT, "h (g m) n -> h g m n", m=last - first)
-        scores = scores.masked_fill_(~sees, -torch.inf)
-        peak = scores.amax(dim=-1, keepdim=True)
-        peak = peak.masked_fill(peak == -torch.inf, 0.0)  # a row without tokens: exp(-inf - 0) = 0
-        weights = scores.sub_(peak).exp_()
-        total = weights.sum(dim=-1, keepdim=True)  # [Hkv, g, m, 1]
-        weighted = rearrange(
-            rearrange(weights, "h g m n -> h (g m) n") @ v, "h (g m) d -> h g m d", m=last - first
-        )
-        normalised = weighted * (v_scale / total).masked_fill(total == 0, 0.0)
-        out[first:last] = rearrange(normalised, "h g m d -> m (h g) d")
-        lse[first:last] = rearrange((peak + total.log()).squeeze(-1), "h g m -> m (h g)")
+        shape = (kv_heads, heads_per_kv * (last - first), k.shape[1])
+        scores = score_space[: math.prod(shape)].view(shape)
+        weights = weight_space[: math.prod(shape)].view(shape)
+        torch.bmm(group_q, k.mT, out=scores)
+        per_row = scores.view(kv_heads, heads_per_kv, last - first, -1)  # [Hkv, g, m, N]
+        per_row += per_row.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        torch.softmax(scores, dim=-1, out=weights)
+        # The largest probability is exp(max - lse).
+        group_lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()  # [Hkv, g * m]
+        group_out = torch.bmm(weights, v) * v_scale  # [Hkv, g * m, D]
+        live = ~hidden.all(dim=1)  # a row without tokens keeps 0 and -inf
+        out[first:last][live] = rearrange(group_out, "h (g m) d -> m (h g) d", m=last - first)[live]
+        lse[first:last][live] = rearrange(group_lse, "h (g m) -> m (h g)", m=last - first)[live]
     return out, lse
