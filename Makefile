@@ -60,10 +60,10 @@ constraints/$(STACK).txt:
 
 $(VENV)/.installed: $(VENV)/.python $(INPUTS)
 	@echo "Installing page4 into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints/$(STACK).txt -e .
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the $* packages into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/$(STACK).txt -e ".[$*]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints/$(STACK).txt -e ".[$*]"
 	@touch $@

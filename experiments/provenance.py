@@ -66,8 +66,8 @@ def hardware() -> dict[str, Any]:
 def source_version() -> dict[str, Any]:
     """Commit, whether tracked files differ from it, and a digest of the package's code.
 
-    Commit and difference are None outside a checkout. The digest also tells two versions apart there: SHA-256 over
-    the names and contents of every Python file of the five packages, in the order of their names.
+    Commit and difference are None outside a checkout, where the digest still tells versions apart: SHA-256
+    over the names and contents of every Python file of the five packages, in the order of their names.
     """
     return {"commit": _git("rev-parse", "HEAD"), "dirty": _dirty(), "code_sha256": _code_digest()}
 
