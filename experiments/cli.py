@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import typer
 import yaml
 
+from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_info import info
 from page4.kernels.errors import InputError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("acceptance")(acceptance)
 app.command("info")(info)
 
 

@@ -57,8 +57,10 @@ def load_config(
         _merge(values, cls, _read_yaml(file), str(file))
     for override in overrides:
         _merge(values, cls, _parse_override(override), f"--set {override}", from_text=True)
-    given = {name: value for name, value in flags.items() if value is not None}
-    _merge(values, cls, given, "the command line")
+    hints = typing.get_type_hints(cls)
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = convert_value(value, hints[name], f"--{name.replace('_', '-')}")
     return cast(ConfigT, _build(cls, values))
 
 

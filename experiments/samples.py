@@ -58,7 +58,8 @@ class SampleStore:
         """Add rows and write the file.
 
         Raises:
-            ValueError: A row lacks a column, has one too many, or its key is there already. Nothing is added.
+            ValueError: A row lacks a column, has one too many, holds a line break, or its key is there already.
+                Nothing is added then.
         """
         added: dict[tuple[Any, ...], Row] = {}
         for row in rows:
@@ -112,7 +113,10 @@ def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def _write_cell(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else str(value)
+    text = repr(value) if isinstance(value, float) else str(value)
+    if "\r" in text or "\n" in text:
+        raise ValueError(f"a cell must be on one line, got {text!r}")
+    return text
 
 
 def _read_cell(cell: str, kind: type) -> Any:

@@ -1,0 +1,50 @@
+"""A file appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from page4.experiments.atomic import atomic_path, write_json, write_text
+
+
+def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "figure.png"
+    with atomic_path(target) as temporary:
+        temporary.write_text("half")
+        assert not target.exists()
+        assert temporary.parent == target.parent
+        assert temporary.suffix == ".png"
+        temporary.write_text("whole")
+    assert target.read_text() == "whole"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_exception_keeps_the_earlier_content_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    write_text(target, "old")
+    with pytest.raises(KeyboardInterrupt), atomic_path(target) as temporary:
+        temporary.write_text("half of the n")
+        raise KeyboardInterrupt
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_failing_write_keeps_the_earlier_content(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    write_json(target, {"x": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(target, {"x": float("nan")})
+    assert target.read_text() == '{\n  "x": 1\n}\n'
+
+
+def test_the_file_gets_the_mode_of_an_ordinary_file(tmp_path: Path) -> None:
+    mask = os.umask(0o027)
+    try:
+        write_text(tmp_path / "a", "")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640

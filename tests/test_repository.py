@@ -1,0 +1,73 @@
+"""What holds for the files of the repository as a whole."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (
+    "kernels",
+    "kvcache",
+    "model",
+    "spec_decode",
+    "experiments",
+    "notebooks",
+    "tests",
+    "docs",
+    "constraints",
+)
+SKIPPED = {"__pycache__", ".ipynb_checkpoints"}
+MIB = 2**20
+
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|Users|mnt|tmp|private)/[\w.]")
+PACKAGE_INDEX = re.compile(r"--(?:extra-)?index-url|--find-links|--trusted-host")
+
+
+def repository_files() -> list[Path]:
+    """Files in the top folders and at the top itself; environments, caches and results are none of them."""
+    nested = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.is_file()]
+    top = [file for file in ROOT.iterdir() if file.is_file()] + [ROOT / ".ci" / "run"]
+    return [file for file in sorted(nested + top) if not SKIPPED & set(file.parts)]
+
+
+def is_own_text(file: Path) -> bool:
+    """Text written for this project: neither held-out prompts nor the checkpoint."""
+    data = (ROOT / "experiments" / "prompts", ROOT / "model" / "checkpoint")
+    return file.suffix not in (".png", ".safetensors") and not any(file.is_relative_to(d) for d in data)
+
+
+def test_no_file_names_a_path_of_one_machine_or_a_package_index() -> None:
+    found = []
+    for file in filter(is_own_text, repository_files()):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if MACHINE_PATH.search(line) or (PACKAGE_INDEX.search(line) and file != Path(__file__).resolve()):
+                found.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found
+
+
+@pytest.mark.parametrize("path", ["/home/" + "me/x", "open('/root" + "/a')", "PYTHONPATH=/work" + "/main"])
+def test_a_machine_path_is_found(path: str) -> None:
+    assert MACHINE_PATH.search(path)
+
+
+def test_the_repository_stays_small() -> None:
+    sizes = {file: file.stat().st_size for file in repository_files()}
+    assert sum(sizes.values()) < 48 * MIB
+    checkpoint = {file: size for file, size in sizes.items() if file.suffix == ".safetensors"}
+    assert sum(checkpoint.values()) <= 40e6
+    assert all(size <= 15 * MIB for size in checkpoint.values())
+
+
+def test_setup_finds_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, object] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: arguments.update(given))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    folders = {file.parent for layer in FOLDERS[:5] for file in (ROOT / layer).rglob("*.py")}
+    expected = {"page4." + ".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert set(arguments["packages"]) == expected  # type: ignore[call-overload]
