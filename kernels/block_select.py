@@ -32,9 +32,9 @@ def index_scores(iq: Tensor, compressed: Tensor) -> Tensor:
     if iq.ndim != 3 or compressed.ndim != 2 or compressed.shape[1] != dim:
         raise InputError(f"compressed keys have shape {list(compressed.shape)}; need [nb, {dim}]")
     compute = torch.promote_types(iq.dtype, torch.float32)
-    queries, keys = iq.to(compute) / math.sqrt(dim), compressed.to(compute).mT
+    queries, keys = iq.to(compute), compressed.to(compute).mT
     # Per-head scores are Hi times the result; a tile of rows keeps them small.
-    tiles = [torch.relu_(tile @ keys).sum(dim=1) for tile in queries.split(_SCORE_ROWS)]
+    tiles = [torch.relu_(tile @ keys).sum(dim=1) / math.sqrt(dim) for tile in queries.split(_SCORE_ROWS)]
     return torch.cat(tiles)
 
 

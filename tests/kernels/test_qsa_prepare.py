@@ -1,0 +1,199 @@
+"""Cache writes: padded slots, page layout, and index keys that do not depend on how rows arrive."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from page4.kernels.codecs import encode_kv
+from page4.kernels.errors import InputError
+from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
+from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
+
+DIM, ROTARY_DIM, THETA = 16, 8, 1e4
+
+
+@pytest.mark.parametrize(("kv_format", "scale"), [("fp32", 1.0), ("fp16", 1.0), ("e4m3", 37.5)])
+def test_each_row_lands_in_its_slot_and_nothing_else_moves(kv_format: str, scale: float) -> None:
+    torch.manual_seed(0)
+    values = 100.0 * torch.randn(5, 2, 8)
+    pages = encode_kv(torch.full((4, 2, 16, 8), 3.0), kv_format, 1.0)
+    before = pages.clone()
+    slots = torch.tensor([17, -1, 0, 63, -1])
+    write_kv_pages(values, pages, slots, kv_format, scale)
+    encoded = encode_kv(values, kv_format, scale)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(pages[slot // 16, :, slot % 16], encoded[row])
+            before[slot // 16, :, slot % 16] = encoded[row]
+    assert torch.equal(pages, before)
+
+
+def test_padding_does_not_reach_the_last_slot() -> None:
+    pages = torch.full((2, 1, 16, 4), 7.0)
+    write_kv_pages(torch.zeros(3, 1, 4), pages, torch.tensor([-1, -1, -1]), "fp32", 1.0)
+    assert (pages == 7.0).all()
+
+
+def test_no_rows_write_nothing() -> None:
+    pages = torch.full((2, 1, 16, 4), 7.0)
+    write_kv_pages(torch.zeros(0, 1, 4), pages, torch.zeros(0, dtype=torch.int64), "fp32", 1.0)
+    assert (pages == 7.0).all()
+
+
+@pytest.mark.parametrize("slots", [[0, 32], [0, -2], [0], [0.0, 1.0]])
+def test_slots_that_do_not_exist_are_refused(slots: list[int]) -> None:
+    with pytest.raises(InputError, match="slots"):
+        write_kv_pages(torch.zeros(2, 1, 4), torch.zeros(2, 1, 16, 4), torch.tensor(slots), "fp32", 1.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_bad_scale_is_refused_at_the_write(scale: float) -> None:
+    pages = torch.zeros(2, 1, 16, 4, dtype=torch.uint8)
+    with pytest.raises(InputError, match="scale"):
+        write_kv_pages(torch.ones(1, 1, 4), pages, torch.tensor([3]), "e4m3", scale)
+    assert not pages.any()
+
+
+def test_pages_of_another_format_or_shape_are_refused() -> None:
+    slots = torch.tensor([0])
+    with pytest.raises(InputError, match="uint8"):
+        write_kv_pages(torch.ones(1, 1, 4), torch.zeros(2, 1, 16, 4), slots, "e4m3", 1.0)
+    with pytest.raises(InputError, match="shape"):
+        write_kv_pages(torch.ones(1, 2, 4), torch.zeros(2, 1, 16, 4), slots, "fp32", 1.0)
+
+
+class IndexCache:
+    """The index keys of one request with room for 12 shuffled pages, in poisoned memory."""
+
+    def __init__(self, capacity: int, dtype: torch.dtype = torch.float32) -> None:
+        self.ring = torch.full((capacity, DIM), torch.nan, dtype=dtype)
+        self.pages = torch.full((20, 4, DIM), torch.nan, dtype=dtype)
+        self.block_table = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:12]
+        self.weight = torch.randn(DIM, generator=torch.Generator().manual_seed(2))
+
+    def write(self, raw: Tensor, start: int) -> None:
+        positions = torch.arange(start, start + len(raw))
+        update_index_keys(
+            raw, positions, self.ring, self.pages, self.block_table, self.weight, ROTARY_DIM, THETA
+        )  # fmt: skip
+
+    def blocks(self, count: int) -> Tensor:
+        """Compressed keys of the first blocks, in order. [count, Di]"""
+        return self.pages[self.block_table].flatten(0, 1)[:count]
+
+    def from_scratch(self, raw: Tensor) -> Tensor:
+        """Compressed keys of all complete blocks by the definition, one block at a time."""
+        keys = []
+        for block in range(len(raw) // 4):
+            mean = raw[4 * block : 4 * block + 4].to(self.ring.dtype).float().mean(0)
+            cos, sin = rotary_cos_sin(torch.tensor([4 * block]), ROTARY_DIM, THETA)
+            normed = rms_norm_zero_centred(mean, self.weight)
+            keys.append(apply_rope(normed[None, None], cos, sin)[0, 0].to(self.pages.dtype))
+        return torch.stack(keys) if keys else torch.empty(0, DIM, dtype=self.pages.dtype)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 63, 190])
+def test_only_complete_blocks_are_compressed(length: int) -> None:
+    torch.manual_seed(0)
+    cache, raw = IndexCache(8), torch.randn(length, DIM)
+    cache.write(raw, 0)
+    complete = length // 4
+    torch.testing.assert_close(cache.blocks(complete), cache.from_scratch(raw))
+    assert cache.pages.isnan().all(-1).sum() == 80 - complete  # no other row was touched
+
+
+def test_the_ring_keeps_the_newest_raw_keys() -> None:
+    cache, raw = IndexCache(8), torch.randn(21, DIM)
+    cache.write(raw, 0)
+    for position in range(13, 21):
+        assert torch.equal(cache.ring[position % 8], raw[position])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_split_of_rows_into_calls_does_not_change_a_bit(seed: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    raw = torch.randn(draw.randint(1, 190), DIM)
+    whole, pieces = IndexCache(draw.choice([4, 8, 12]), dtype), IndexCache(draw.choice([4, 8, 12]), dtype)
+    whole.write(raw, 0)
+    start = 0
+    while start < len(raw):
+        stop = start + draw.choice([1, 2, 3, 4, 5, 8, 33])
+        pieces.write(raw[start:stop], start)
+        start = stop
+    complete = len(raw) // 4
+    assert torch.equal(pieces.blocks(complete), whole.blocks(complete))
+    torch.testing.assert_close(whole.blocks(complete), whole.from_scratch(raw))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_rejected_draft_rows_leave_no_trace(seed: int, num_drafts: int) -> None:
+    """Speculative steps: write 1 + K rows, keep some of them, and write again from the first rejected one."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    raw = torch.randn(60, DIM)
+    cache = IndexCache(4 * math.ceil((4 + num_drafts) / 4))
+    prompt = draw.randint(1, 9)
+    cache.write(raw[:prompt], 0)
+    committed = prompt
+    while committed < len(raw) - num_drafts:
+        accepted = draw.randint(0, num_drafts)
+        rows = raw[committed : committed + 1 + num_drafts].clone()
+        rows[1 + accepted :] = torch.randn(num_drafts - accepted, DIM)  # wrong drafts
+        cache.write(rows, committed)
+        committed += 1 + accepted
+        complete = committed // 4
+        torch.testing.assert_close(cache.blocks(complete), cache.from_scratch(raw[:committed]))
+
+
+def test_no_index_rows_write_nothing() -> None:
+    cache = IndexCache(8)
+    cache.write(torch.zeros(0, DIM), 0)
+    assert cache.ring.isnan().all()
+
+
+def test_stale_block_table_entries_are_not_dereferenced() -> None:
+    cache = IndexCache(8)
+    cache.block_table[2:] = 10**9
+    cache.write(torch.randn(35, DIM), 0)  # 8 complete blocks are 2 pages; the open block's page is not needed
+    assert not cache.pages[cache.block_table[:2]].isnan().any()
+
+
+def call(**changes: object) -> None:
+    arguments: dict[str, object] = {
+        "raw": torch.zeros(5, DIM),
+        "positions": torch.arange(5),
+        "ring": torch.zeros(8, DIM),
+        "compressed_pages": torch.zeros(3, 4, DIM),
+        "block_table": torch.arange(3),
+        "norm_weight": torch.zeros(DIM),
+        "rotary_dim": ROTARY_DIM,
+        "theta": THETA,
+    }
+    update_index_keys(**(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"positions": torch.tensor([0, 1, 2, 4, 5])},
+        {"positions": torch.tensor([4, 3, 2, 1, 0])},
+        {"positions": torch.arange(-1, 4)},
+        {"positions": torch.arange(4)},
+        {"positions": torch.arange(47, 52)},  # completes block 12; three pages hold blocks 0..11
+        {"ring": torch.zeros(3, DIM)},
+        {"ring": torch.zeros(8, DIM + 1)},
+        {"compressed_pages": torch.zeros(3, 16, DIM)},
+    ],
+)
+def test_wrong_index_inputs_are_refused(changes: dict[str, object]) -> None:
+    call()
+    with pytest.raises(InputError):
+        call(**changes)
