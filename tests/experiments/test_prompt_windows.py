@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from page4.experiments.prompts import Text, choose_anchors, cut_prompt, load_texts, nonce
+from page4.experiments.prompt_windows import Text, choose_anchors, cut_prompt, load_texts, nonce
 from page4.kernels.errors import InputError
 
 

@@ -1,0 +1,209 @@
+"""Configuration of the acceptance study."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from page4.experiments.device import resolve_device
+from page4.kernels.errors import InputError
+from page4.kvcache import get_format
+from page4.spec_decode.engine import MAX_DRAFT_TOKENS
+
+
+class Arm(NamedTuple):
+    """One condition of the study.
+
+    Attributes:
+        name: What tables and figures call it.
+        target_format: KV format of the target's QSA layers.
+        draft_format: KV format of the MTP layer.
+        nonce_id: Arms with the same number see the same prompts; another number changes every prompt's nonce.
+    """
+
+    name: str
+    target_format: str
+    draft_format: str
+    nonce_id: int
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The target's and the draft's format."""
+        return self.target_format, self.draft_format
+
+
+@dataclass(frozen=True)
+class AcceptanceConfig:
+    """What is measured, on what, and how often. Fields that are None are chosen by device, see `resolve`.
+
+    Attributes:
+        model: Checkpoint folder; None is the one that comes with the package.
+        prompts: Folder of `.txt` files; None is the held-out texts that come with the package.
+        texts: Names of the texts to use; empty means all.
+        device: "auto" is CUDA when there is one.
+        seed: Decides anchors, nonces and resampling.
+        arms: (name, target format, draft format, nonce id) each. The first is the baseline. An arm with the
+            baseline's formats and another nonce is an A/A control: what it differs by is noise.
+        lengths: Context lengths in tokens, ascending, nonce included.
+        num_prompts: Anchors, the same ones at every length.
+        rounds_per_prompt: Speculative rounds from each prompt.
+        round_stride: Tokens of real text between two rounds.
+        batch_size: Prompts measured together.
+        num_draft_tokens: K, drafts per round.
+        prefill_chunk: Tokens per prefill step.
+        calibration_tokens: How much of each prompt's beginning the KV scales are calibrated from.
+        generation_prompts: Prompts per length that are continued freely, one at a time, for speed.
+        generation_tokens: New tokens of such a continuation.
+        max_repeated_4grams: A continuation in which more of the 4-grams are repetitions counts as degenerate:
+            it is left out of the free-running acceptance, and counted.
+        check_prompts: Prompts whose speculative output is compared with plain greedy decoding.
+        resamples: Bootstrap resamples.
+        confidence: Coverage of the intervals.
+    """
+
+    model: Path | None = None
+    prompts: Path | None = None
+    texts: tuple[str, ...] = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+    arms: tuple[tuple[str, str, str, int], ...] = (
+        ("fp16", "fp16", "fp16", 0),
+        ("e4m3", "e4m3", "e4m3", 0),
+        ("fp16_again", "fp16", "fp16", 1),
+    )
+    lengths: tuple[int, ...] | None = None
+    num_prompts: int | None = None
+    rounds_per_prompt: int = 16
+    round_stride: int = 16
+    batch_size: int | None = None
+    num_draft_tokens: int = 3
+    prefill_chunk: int = 2048
+    calibration_tokens: int = 512
+    generation_prompts: int | None = None
+    generation_tokens: int = 64
+    max_repeated_4grams: float = 0.2
+    check_prompts: int = 2
+    resamples: int = 10_000
+    confidence: float = 0.95
+
+    QUICK: ClassVar[dict[str, Any]] = {
+        "lengths": (1024, 2048, 4096),
+        "num_prompts": 3,
+        "batch_size": 3,
+        "rounds_per_prompt": 12,
+        "generation_prompts": 1,
+        "generation_tokens": 32,
+        "check_prompts": 1,
+    }
+    BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
+        "cpu": {
+            "lengths": (1024, 2048, 4096, 8192, 16384),
+            "num_prompts": 6,
+            "batch_size": 2,
+            "generation_prompts": 1,
+        },
+        "cuda": {
+            "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
+            "num_prompts": 256,
+            "batch_size": 32,
+            "generation_prompts": 8,
+        },
+    }
+
+    def __post_init__(self) -> None:
+        """Refuse what can be refused without looking at the checkpoint, the texts or the device."""
+        _check_arms(self.all_arms)
+        if self.lengths is not None:
+            _check_lengths(self.lengths)
+        if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InputError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
+        for name, low in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise InputError(f"{name} must be at least {low}, got {value}")
+        if not 0 <= self.max_repeated_4grams <= 1:
+            raise InputError(f"max_repeated_4grams must be between 0 and 1, got {self.max_repeated_4grams}")
+        if not 0 < self.confidence < 1:
+            raise InputError(f"confidence must lie between 0 and 1, got {self.confidence}")
+
+    @property
+    def all_arms(self) -> tuple[Arm, ...]:
+        """The arms by field name, the baseline first."""
+        return tuple(Arm(*arm) for arm in self.arms)
+
+    @property
+    def baseline(self) -> Arm:
+        """The arm that the others are compared with."""
+        return self.all_arms[0]
+
+    @property
+    def controls(self) -> list[Arm]:
+        """The A/A arms: the baseline's formats again."""
+        return [arm for arm in self.all_arms[1:] if arm.formats == self.baseline.formats]
+
+    @property
+    def treated(self) -> list[Arm]:
+        """The arms whose formats differ from the baseline's."""
+        return [arm for arm in self.all_arms if arm.formats != self.baseline.formats]
+
+    @property
+    def rounds_span(self) -> int:
+        """Tokens of real text between the first and the last prefix of a prompt."""
+        return (self.rounds_per_prompt - 1) * self.round_stride
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that a request can hold."""
+        assert self.lengths is not None
+        return self.lengths[-1] + max(self.rounds_span, self.generation_tokens) + self.num_draft_tokens + 1
+
+    def resolve(self) -> AcceptanceConfig:
+        """The same configuration with every choice made: what a result folder belongs to.
+
+        Raises:
+            InputError: CUDA was asked for and there is none.
+        """
+        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
+        by_device = {k: v for k, v in self.BY_DEVICE[device].items() if getattr(self, k) is None}
+        return dataclasses.replace(self, device=device, **by_device)
+
+
+_LEAST = {
+    "num_prompts": 1,
+    "rounds_per_prompt": 1,
+    "round_stride": 1,
+    "batch_size": 1,
+    "prefill_chunk": 1,
+    "calibration_tokens": 1,
+    "generation_prompts": 0,
+    "generation_tokens": 1,
+    "check_prompts": 0,
+    "resamples": 100,
+    "seed": 0,
+}
+
+
+def _check_arms(arms: tuple[Arm, ...]) -> None:
+    if not arms:
+        raise InputError("arms must name at least one arm: [name, target format, draft format, nonce id]")
+    names = [arm.name for arm in arms]
+    if len(set(names)) < len(names) or "" in names:
+        raise InputError(f"every arm needs a name of its own, got {', '.join(names)}")
+    for arm in arms:
+        get_format(arm.target_format)
+        get_format(arm.draft_format)
+        if arm.nonce_id != arms[0].nonce_id and arm.formats != arms[0].formats:
+            raise InputError(
+                f"arm {arm.name!r} differs from {arms[0].name!r} in nonce and in formats, so its difference "
+                "would have two causes: give it the same nonce id"
+            )
+
+
+def _check_lengths(lengths: tuple[int, ...]) -> None:
+    if not lengths or lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
+        given = ", ".join(map(str, lengths)) or "none"
+        raise InputError(f"lengths must be positive and ascending, got {given}")

@@ -1,0 +1,204 @@
+"""Measuring one cell: rows of samples from a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from page4.experiments.acceptance.cells import Cell, distinct_formats
+from page4.experiments.acceptance.config import AcceptanceConfig, Arm
+from page4.experiments.acceptance.prompts import Prompts
+from page4.experiments.acceptance.scales import ScalesByFormat, arm_scales
+from page4.experiments.samples import Row
+from page4.model import Qwen4ExpForCausalLM
+from page4.spec_decode import DecoderConfig, SpeculativeDecoder, generate, measure_rounds, repeated_ngrams
+
+ROUND_COLUMNS: dict[str, type] = {
+    "arm": str,
+    "length": int,
+    "text": str,
+    "prompt": str,
+    "batch": int,
+    "round": int,
+    "prefix": int,
+    "accepted": int,
+    "prefill_tokens": int,
+    "prefill_seconds": float,
+    "round_seconds": float,
+}
+"""A row per arm, length, prompt and round; the last three are the batch's, the same on all its rows."""
+
+GENERATION_COLUMNS: dict[str, type] = {
+    "arm": str,
+    "length": int,
+    "text": str,
+    "prompt": str,
+    "new_tokens": int,
+    "steps": int,
+    "accepted": int,
+    "repeated_4grams": float,
+    "prefill_tokens_per_s": float,
+    "decode_tokens_per_s": float,
+    "step_p50_ms": float,
+    "step_p90_ms": float,
+}
+"""A row per arm, length and prompt of free generation, one request at a time."""
+
+CHECK_COLUMNS: dict[str, type] = {
+    "check": str,
+    "arm": str,
+    "length": int,
+    "text": str,
+    "prompt": str,
+    "compared": int,
+    "mismatches": int,
+}
+"""A row per control: speculative against plain greedy tokens, and accepted counts of a second run."""
+
+
+class Measurer:
+    """Runs cells on one model.
+
+    Args:
+        model: The model, on its device.
+        config: Resolved.
+        prompts: The study's prompts.
+        scales: Calibrated KV scales of every format that needs them.
+    """
+
+    def __init__(
+        self,
+        model: Qwen4ExpForCausalLM,
+        config: AcceptanceConfig,
+        prompts: Prompts,
+        scales: ScalesByFormat,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._prompts = prompts
+        self._scales = scales
+        self._decoders: dict[tuple[str, str, int], SpeculativeDecoder] = {}
+
+    def key(self, cell: Cell) -> tuple[str | int, ...]:
+        """Key of the cell's first row in the table of its kind: the cell is done when that row is there."""
+        arm, prompt = cell.arm.name, self._prompts.anchors[cell.prompts[0]].id
+        if cell.kind == "rounds":
+            return arm, cell.length, prompt, 0
+        return ("plain_greedy", arm, prompt) if cell.kind == "check" else (arm, cell.length, prompt)
+
+    def rounds(self, cell: Cell) -> list[Row]:
+        """One greedy round from every real-text prefix of the cell's prompts."""
+        config = self._config
+        prefixes = [cell.length + turn * config.round_stride for turn in range(config.rounds_per_prompt)]
+        texts = [self._prompts.tokens(i, cell.arm, cell.length, config.rounds_span) for i in cell.prompts]
+        result = measure_rounds(self._decoder(cell.arm), texts, prefixes)
+        return [
+            {
+                **self._about(cell, index),
+                "batch": cell.batch,
+                "round": turn,
+                "prefix": prefix,
+                "accepted": int(accepted[turn]),
+                "prefill_tokens": result.prefill_tokens,
+                "prefill_seconds": result.prefill_seconds,
+                "round_seconds": result.round_seconds[turn],
+            }
+            for index, accepted in zip(cell.prompts, result.accepted.tolist(), strict=True)
+            for turn, prefix in enumerate(prefixes)
+        ]
+
+    def generation(self, cell: Cell) -> list[Row]:
+        """Continue the cell's one prompt freely."""
+        (index,) = cell.prompts
+        prompt = self._prompts.tokens(index, cell.arm, cell.length)
+        (generation,), stats = generate(self._decoder(cell.arm), [prompt], self._config.generation_tokens)
+        milliseconds = 1000 * np.asarray(stats.step_seconds)
+        return [
+            {
+                **self._about(cell, index),
+                "new_tokens": len(generation.tokens),
+                "steps": len(generation.accepted),
+                "accepted": sum(generation.accepted),
+                "repeated_4grams": repeated_ngrams(generation.tokens, 4),
+                "prefill_tokens_per_s": stats.prefill_tokens / stats.prefill_seconds,
+                "decode_tokens_per_s": stats.decode_tokens / sum(stats.step_seconds),
+                "step_p50_ms": float(np.quantile(milliseconds, 0.5)),
+                "step_p90_ms": float(np.quantile(milliseconds, 0.9)),
+            }
+        ]
+
+    def check(self, cell: Cell) -> list[Row]:
+        """Compare speculative with plain greedy output of the cell's prompt, both in the arm's formats."""
+        (index,) = cell.prompts
+        prompt = self._prompts.tokens(index, cell.arm, cell.length)
+        tokens = self._config.generation_tokens
+        (speculative,), _ = generate(self._decoder(cell.arm), [prompt], tokens)
+        (plain,), _ = generate(self._decoder(cell.arm, num_draft_tokens=0), [prompt], tokens)
+        return [
+            {
+                "check": "plain_greedy",
+                **self._about(cell, index),
+                "compared": tokens,
+                "mismatches": sum(a != b for a, b in zip(speculative.tokens, plain.tokens, strict=True)),
+            }
+        ]
+
+    def first_pass(self, cells: Sequence[Cell]) -> list[Row]:
+        """Run the first rounds of every pair of formats ahead of all others, which warms the machine up."""
+        first = {cell.arm: cell for cell in reversed(cells) if cell.kind == "rounds"}
+        return [row for arm in distinct_formats(self._config) for row in self.rounds(first[arm])]
+
+    def _about(self, cell: Cell, index: int) -> Row:
+        anchor = self._prompts.anchors[index]
+        return {
+            "arm": cell.arm.name,
+            "length": cell.length,
+            "text": anchor.text.name,
+            "prompt": anchor.id,
+        }
+
+    def _decoder(self, arm: Arm, num_draft_tokens: int | None = None) -> SpeculativeDecoder:
+        """Arms with the same formats share a decoder: nothing but their prompts can differ."""
+        drafts = self._config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        key = (*arm.formats, drafts)
+        if key not in self._decoders:
+            assert self._config.batch_size is not None
+            self._decoders[key] = SpeculativeDecoder(
+                self._model,
+                DecoderConfig(
+                    kv_format=arm.target_format,
+                    draft_kv_format=arm.draft_format,
+                    num_draft_tokens=drafts,
+                    prefill_chunk=self._config.prefill_chunk,
+                    max_length=self._config.max_length,
+                    max_requests=self._config.batch_size,
+                    scales=arm_scales(arm, self._scales),
+                ),
+            )
+        return self._decoders[key]
+
+
+def rerun_rows(first: Sequence[Row], samples: Sequence[Row]) -> list[Row]:
+    """Compare accepted counts of `Measurer.first_pass` with those of the same rounds measured later."""
+    later = {_round_key(row): row["accepted"] for row in samples}
+    differ: dict[tuple[str, int, str, str], list[bool]] = {}
+    for row in first:
+        prompt = (row["arm"], row["length"], row["text"], row["prompt"])
+        differ.setdefault(prompt, []).append(row["accepted"] != later[_round_key(row)])
+    return [
+        {
+            "check": "rerun",
+            "arm": arm,
+            "length": length,
+            "text": text,
+            "prompt": prompt,
+            "compared": len(different),
+            "mismatches": sum(different),
+        }
+        for (arm, length, text, prompt), different in differ.items()
+    ]
+
+
+def _round_key(row: Row) -> tuple[str, int, str, int]:
+    return row["arm"], row["length"], row["prompt"], row["round"]

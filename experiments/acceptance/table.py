@@ -1,0 +1,126 @@
+"""The table of the study: what an arm costs or gains against the baseline, by context length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from page4.experiments.acceptance.config import AcceptanceConfig, Arm
+from page4.experiments.acceptance.summary import ALL_LENGTHS, Metrics
+from page4.experiments.plots import format_tokens
+from page4.experiments.statistics import Estimate
+
+CHANGES = {
+    "acceptance_change": "acceptance, relative",
+    "tokens_per_step_change": "tokens/step",
+    "prefill_rate_change": "prefill",
+    "decode_rate_change": "decode",
+    "step_p50_change": "step p50",
+    "step_p90_change": "step p90",
+}
+"""Columns of relative changes, in percent; positive prefill and decode are faster, positive steps slower."""
+
+
+def table_rows(config: AcceptanceConfig, metrics: Metrics) -> list[dict[str, Any]]:
+    """The table as numbers, a record per compared arm and length."""
+    base, controls = config.baseline.name, config.controls
+    rows = []
+    for arm in config.treated or config.controls:
+        for length in _lengths(config):
+            row: dict[str, Any] = {"arm": arm.name, "length": length}
+            row["baseline_acceptance"] = metrics.get("acceptance", base, length).to_json()
+            for name in ("acceptance_difference", *CHANGES):
+                row[name] = metrics.get(name, arm.name, length).to_json()
+            if controls:
+                noise = metrics.get("acceptance_difference", controls[0].name, length)
+                row["control_acceptance_difference"] = noise.to_json()
+            rows.append(row)
+    return rows
+
+
+def markdown_table(config: AcceptanceConfig, metrics: Metrics, checks: dict[str, Any]) -> str:
+    """The tables by length and by text, and what the controls found, as Markdown."""
+    parts = [_by_length(config, metrics, arm) for arm in (config.treated or config.controls)]
+    parts.append(_notes(config))
+    parts.append(_by_text(config, metrics))
+    parts += [_check_line(name, by_arm) for name, by_arm in checks.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_length(config: AcceptanceConfig, metrics: Metrics, arm: Arm) -> str:
+    base, controls = config.baseline, config.controls
+    header = ["context", f"{base.name} acceptance", f"{arm.name} acceptance, points", *CHANGES.values()]
+    if controls:
+        header.append(f"A/A ({controls[0].name}), points")
+    rows = []
+    for length in _lengths(config):
+        cells = [
+            length if isinstance(length, str) else format_tokens(length),
+            _percent(metrics.get("acceptance", base.name, length).scaled(100)),
+            _signed(metrics.get("acceptance_difference", arm.name, length)),
+            _signed(metrics.get("acceptance_change", arm.name, length), " %"),
+        ]
+        for name in list(CHANGES)[1:]:
+            cells.append(_signed(metrics.get(name, arm.name, length), " %", interval=False))
+        if controls:
+            cells.append(_signed(metrics.get("acceptance_difference", controls[0].name, length)))
+        rows.append(cells)
+    return f"**{arm.name} against {base.name}**\n\n" + _markdown(header, rows)
+
+
+def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
+    base, others = config.baseline, config.all_arms[1:]
+    header = ["text", "prompts", f"{base.name} acceptance", *(f"{arm.name}, points" for arm in others)]
+    rows = []
+    for text in metrics.texts:
+        acceptance = metrics.get("acceptance", base.name, ALL_LENGTHS, text=text)
+        cells = [text, str(acceptance.clusters), _percent(acceptance.scaled(100))]
+        for arm in others:
+            cells.append(_signed(metrics.get("acceptance_difference", arm.name, ALL_LENGTHS, text=text)))
+        rows.append(cells)
+    return "**By text, all lengths together**\n\n" + _markdown(header, rows)
+
+
+def _notes(config: AcceptanceConfig) -> str:
+    return (
+        f"{config.num_prompts} prompts, {config.rounds_per_prompt} greedy rounds of "
+        f"{config.num_draft_tokens} drafts from each at every length, on {config.device}. "
+        f"In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts. Differences are "
+        "paired on the prompt. Speeds are medians of paired quotients; decode and step times come from free "
+        "generation, one request at a time."
+    )
+
+
+def _check_line(name: str, by_arm: dict[str, dict[str, int]]) -> str:
+    subject, unit = {
+        "plain_greedy": ("Speculative against plain greedy output", "tokens"),
+        "rerun": ("The same rounds run twice", "rounds"),
+    }[name]
+    found = (f"{arm}: {n['mismatches']} of {n['compared']} {unit} differ" for arm, n in by_arm.items())
+    return f"{subject}: {'; '.join(found)}."
+
+
+def _lengths(config: AcceptanceConfig) -> list[int | str]:
+    return [*(config.lengths or ()), ALL_LENGTHS]
+
+
+def _percent(estimate: Estimate) -> str:
+    if math.isnan(estimate.value):
+        return "-"
+    interval = "" if math.isnan(estimate.low) else f" [{estimate.low:.1f}, {estimate.high:.1f}]"
+    return f"{estimate.value:.1f} %{interval}"
+
+
+def _signed(estimate: Estimate, unit: str = "", interval: bool = True) -> str:
+    if math.isnan(estimate.value):
+        return "-"
+    shown = f"{estimate.value:+.1f}{unit}"
+    if interval and not math.isnan(estimate.low):
+        shown += f" [{estimate.low:+.1f}, {estimate.high:+.1f}]"
+    return shown
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
