@@ -80,27 +80,25 @@ def measure_rounds(
 def _read(decoder: SpeculativeDecoder, requests: Sequence[Request], length: int) -> dict[int, Tensor]:
     """Prefills real text up to ``length``; the draft layer stays one row behind, its next token being open."""
     logits: dict[int, Tensor] = {}
+    texts = [request.tokens for request in requests]
     while requests[0].computed < length:
         stop = min(requests[0].computed + decoder.config.prefill_chunk, length)
         logits = decoder.advance(requests, {}, {r.row: stop for r in requests})
-        for request in requests:
-            _hold_last_row(decoder, request)
+        for request, text in zip(requests, texts, strict=True):
+            request.tokens = text[:stop]
+        decoder.draft(requests, 0)
+        for request, text in zip(requests, texts, strict=True):
+            request.tokens = text
     return logits
-
-
-def _hold_last_row(decoder: SpeculativeDecoder, request: Request) -> None:
-    text, request.tokens = request.tokens, request.tokens[: request.computed]
-    decoder.draft([request], 0)
-    request.tokens = text
 
 
 def _round(decoder: SpeculativeDecoder, requests: Sequence[Request], logits: dict[int, Tensor]) -> list[int]:
     """Accepted drafts of one round per request; leaves everything as it was, but for rows that are rewritten."""
     before = [copy_of(request) for request in requests]
     states = [decoder.cache.snapshot(request.row) for request in requests]
-    for request in requests:
-        next_token = int(logits[request.row][-1].argmax(-1))
-        request.tokens = request.tokens[: request.computed] + [next_token]
+    next_tokens = torch.stack([logits[request.row][-1] for request in requests]).argmax(-1).tolist()
+    for request, next_token in zip(requests, next_tokens, strict=True):
+        request.tokens = [*request.tokens[: request.computed], next_token]
         request.phase = Phase.DECODE
     drafts = decoder.draft(requests, decoder.config.num_draft_tokens)
     verified = decoder.advance(requests, drafts, {})
