@@ -58,7 +58,7 @@ class SampleStore:
         """Add rows and write the file.
 
         Raises:
-            ValueError: A row lacks a column, has one too many, holds a line break, or its key is there already.
+            ValueError: A row lacks a column, has one too many or a line break, or its key is there already.
                 Nothing is added then.
         """
         added: dict[tuple[Any, ...], Row] = {}
