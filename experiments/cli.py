@@ -12,6 +12,7 @@ import yaml
 
 from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_info import info
+from page4.experiments.cli_train import train
 from page4.kernels.errors import InputError
 
 # Modules of commands import nothing heavy at their top: `page4 --help` must not wait for PyTorch.
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("acceptance")(acceptance)
+app.command("train")(train)
 app.command("info")(info)
 
 
