@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from page4.experiments.cli import app
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
     "kernels",
@@ -71,3 +73,14 @@ def test_setup_finds_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {file.parent for layer in FOLDERS[:5] for file in (ROOT / layer).rglob("*.py")}
     expected = {"page4." + ".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(arguments["packages"]) == expected  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "DESIGN.md"])
+def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    commands = {command.name for command in app.registered_commands}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`(?:\.venv/bin/)?page4 ([a-z]+)", text)) <= commands
+    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / link).exists(), link
