@@ -60,7 +60,7 @@ class Qwen4ExpForCausalLM(nn.Module):
         config = Qwen4ExpConfig.from_file(folder / "config.json")
         with torch.device("meta"):
             model = cls(config)
-        load_weights(model, folder, dtype, device)
+        load_weights(model, folder, dtype, device, config.split_ngram_parts)
         return model.eval().requires_grad_(False)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,9 @@ LayerType = Literal["linear_attention", "qsa_attention"]
 
 # Exports spell the sparse layers in three ways; all mean QSA when the indexer fields are set.
 _QSA_SPELLINGS = ("full_attention", "qwen_sparse_attention", "indexed_attention", "qsa_attention")
+
+# Smallest value of an integer field; 1 for those not listed.
+_LEAST = {"eos_token_id": 0, "seed": 0, "mtp_num_hidden_layers": 0, "hc_count": 2, "ngram_size": 2}
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Qwen4ExpConfig:
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "qsa_attention")
 
     def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            _check_type(f.name, str(f.type), getattr(self, f.name))
         checks: list[tuple[bool, str]] = [
             (
                 len(self.layer_types) == self.num_hidden_layers,
@@ -110,9 +116,9 @@ class Qwen4ExpConfig:
             ),
             (
                 self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.indexer_head_dim,
-                f"rotary dimension {self.rotary_dim} must be even and at most indexer_head_dim {self.indexer_head_dim}",
+                f"rotary dimension {self.rotary_dim} must be even and at most indexer_head_dim "
+                f"{self.indexer_head_dim}",
             ),
-            (self.hc_count > 1, "hc_count must be at least 2"),
             (
                 self.ple_embed_dim % ((self.ngram_size - 1) * self.heads_per_ngram) == 0,
                 "ple_embed_dim must be a multiple of (ngram_size - 1) * heads_per_ngram",
@@ -141,7 +147,7 @@ class Qwen4ExpConfig:
         Raises:
             InputError: a field is missing or inconsistent; the message names it.
         """
-        text = dict(values.get("text_config") or values)
+        text = _mapping("text_config", values.get("text_config")) or values
         kind = text.get("model_type", "qwen4_exp_text")
         if kind not in ("qwen4_exp_text", "qwen4_exp"):
             raise InputError(f"config: model_type is {kind!r}, expected 'qwen4_exp' or 'qwen4_exp_text'")
@@ -149,44 +155,18 @@ class Qwen4ExpConfig:
             raise InputError(f"config: output_gate_type is {text['output_gate_type']!r}, expected 'sigmoid'")
         if text.get("indexer_kv_heads", 1) != 1:
             raise InputError(f"config: indexer_kv_heads is {text['indexer_kv_heads']}, expected 1")
-        rope = text.get("rope_parameters") or {}
-        layers = text.get("layer_types")
-        if layers is None and "num_hidden_layers" in text:
-            every = text.get("full_attention_interval", 4)
-            layers = [
-                "full_attention" if (i + 1) % every == 0 else "linear_attention"
-                for i in range(text["num_hidden_layers"])
-            ]
-        known: dict[str, Any] = {
-            f.name: text[f.name] for f in dataclasses.fields(cls) if f.name in text and f.name != "raw"
-        }
-        for name in ("rope_theta", "partial_rotary_factor"):
-            if name in rope:
-                known[name] = rope[name]
-        for kind in layers or ():
-            if kind not in _QSA_SPELLINGS and kind != "linear_attention":
-                raise InputError(
-                    f"config: layer type {kind!r} is unknown, expected 'linear_attention' or 'full_attention'"
-                )
-        known["layer_types"] = tuple(
-            "qsa_attention" if kind in _QSA_SPELLINGS else kind for kind in layers or ()
-        )
-        known["ple_layer_ids"] = tuple(known.get("ple_layer_ids") or ())
+        fields = [f for f in dataclasses.fields(cls) if f.name != "raw"]
+        known = {f.name: text[f.name] for f in fields if text.get(f.name) is not None}
+        rope = _mapping("rope_parameters", text.get("rope_parameters"))
+        known |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        known["layer_types"] = _layer_types(text)
+        known["ple_layer_ids"] = tuple(sorted(set(_list("ple_layer_ids", text.get("ple_layer_ids"), int))))
         if isinstance(known.get("eos_token_id"), list):
-            known["eos_token_id"] = known["eos_token_id"][0]
-        missing = [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
-            and known.get(f.name) is None
-        ]
+            # The first of several is the one that cuts n-gram contexts.
+            known["eos_token_id"] = next(iter(known["eos_token_id"]), None)
+        missing = [f.name for f in fields if f.default is dataclasses.MISSING and known.get(f.name) is None]
         if missing:
             raise InputError(f"config: missing {', '.join(missing)}")
-        for f in dataclasses.fields(cls):
-            value = known.get(f.name)
-            if f.type == "int" and value is not None and (type(value) is not int or value < 0):
-                raise InputError(f"config: {f.name} is {value!r}, expected a non-negative integer")
         return cls(**known, raw=dict(values))
 
     @classmethod
@@ -205,3 +185,52 @@ class Qwen4ExpConfig:
         if not isinstance(values, dict):
             raise InputError(f"{path}: expected a JSON object")
         return cls.from_dict(values)
+
+
+def _check_type(name: str, kind: str, value: object) -> None:
+    """Refuses a number that is none, or is out of the range of its field."""
+    if kind == "int":
+        least = _LEAST.get(name, 1)
+        if type(value) is not int or value < least:
+            raise InputError(f"config: {name} is {value!r}, expected an integer of at least {least}")
+    elif kind == "float":
+        number = type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type,operator]
+        if not number:
+            raise InputError(f"config: {name} is {value!r}, expected a number above 0")
+    elif kind == "bool" and type(value) is not bool:
+        raise InputError(f"config: {name} is {value!r}, expected true or false")
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"config: {name} is {value!r}, expected a JSON object")
+    return value or {}
+
+
+def _list(name: str, value: object, kind: type) -> tuple[Any, ...]:
+    """A JSON array whose entries have one type; empty where there is none."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or any(type(entry) is not kind for entry in value):
+        raise InputError(f"config: {name} is {value!r}, expected a list of {kind.__name__}")
+    return tuple(value)
+
+
+def _layer_types(text: dict[str, Any]) -> tuple[LayerType, ...]:
+    """The kind of every layer, in our spelling; every fourth is QSA unless the config says otherwise."""
+    layers = _list("layer_types", text.get("layer_types"), str)
+    if not layers and "num_hidden_layers" in text:
+        every = text.get("full_attention_interval", 4)
+        _check_type("num_hidden_layers", "int", text["num_hidden_layers"])
+        _check_type("full_attention_interval", "int", every)
+        layers = tuple(
+            "full_attention" if (i + 1) % every == 0 else "linear_attention"
+            for i in range(text["num_hidden_layers"])
+        )
+    for kind in layers:
+        if kind not in _QSA_SPELLINGS and kind != "linear_attention":
+            raise InputError(
+                f"config: layer type {kind!r} is unknown, expected 'linear_attention' or 'full_attention'"
+            )
+    return tuple("qsa_attention" if kind in _QSA_SPELLINGS else "linear_attention" for kind in layers)
