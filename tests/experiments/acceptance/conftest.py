@@ -1,0 +1,19 @@
+"""A checkpoint and texts for the tests of the study, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.acceptance.tiny_study import write_checkpoint, write_texts
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"), first=300, second=400)

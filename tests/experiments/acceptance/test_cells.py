@@ -1,0 +1,58 @@
+"""The plan of measurements: complete, without repetition, and fair to every arm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from page4.experiments.acceptance.cells import Cell, distinct_formats, plan_cells
+from page4.experiments.acceptance.config import AcceptanceConfig
+from tests.experiments.acceptance.tiny_study import tiny_config
+
+
+@pytest.fixture
+def config() -> AcceptanceConfig:
+    return tiny_config(Path("model"), Path("texts"), num_prompts=7, batch_size=3, lengths=(48, 96, 192))
+
+
+def _of(cells: list[Cell], kind: str) -> list[Cell]:
+    return [cell for cell in cells if cell.kind == kind]
+
+
+def test_rounds_cover_every_arm_length_and_prompt_once(config: AcceptanceConfig) -> None:
+    cells = _of(plan_cells(config), "rounds")
+    covered = Counter((cell.arm.name, cell.length, prompt) for cell in cells for prompt in cell.prompts)
+    assert len(covered) == 3 * 3 * 7 and set(covered.values()) == {1}
+    assert max(len(cell.prompts) for cell in cells) == 3
+
+
+def test_arms_of_a_batch_follow_each_other(config: AcceptanceConfig) -> None:
+    cells = plan_cells(config)
+    for kind in ("rounds", "generation"):
+        chosen = _of(cells, kind)
+        for start in range(0, len(chosen), 3):
+            triple = chosen[start : start + 3]
+            assert len({(cell.length, cell.prompts) for cell in triple}) == 1
+            assert len({cell.arm for cell in triple}) == 3
+
+
+def test_every_arm_is_first_second_and_third_equally_often(config: AcceptanceConfig) -> None:
+    cells = _of(plan_cells(config), "rounds")
+    places = Counter((cell.arm.name, index % 3) for index, cell in enumerate(cells))
+    assert set(places.values()) == {3}
+
+
+def test_checks_run_once_per_pair_of_formats_at_the_shortest_length(config: AcceptanceConfig) -> None:
+    cells = _of(plan_cells(config), "check")
+    assert [(cell.arm.name, cell.length, cell.prompts) for cell in cells] == [
+        ("fp16", 48, (0,)),
+        ("e4m3", 48, (0,)),
+    ]
+    assert [arm.name for arm in distinct_formats(config)] == ["fp16", "e4m3"]
+
+
+def test_no_more_continuations_than_prompts() -> None:
+    config = tiny_config(Path("model"), Path("texts"), num_prompts=1, generation_prompts=5, check_prompts=5)
+    assert {cell.prompts for cell in plan_cells(config)} == {(0,)}

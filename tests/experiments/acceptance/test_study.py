@@ -1,0 +1,333 @@
+"""The study end to end on a tiny model: what it measures, what it leaves, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from safetensors.torch import load_file, save_file
+
+from page4.experiments.acceptance import measure, run
+from page4.experiments.acceptance.study import load_encoder
+from page4.kernels.errors import InputError
+from page4.spec_decode import Generation
+from tests.experiments.acceptance.tiny_study import tiny_config, write_checkpoint, write_texts
+
+FILES = {
+    "config.yaml",
+    "inputs.json",
+    "samples.csv",
+    "generation.csv",
+    "checks.csv",
+    "scales.json",
+    "summary.json",
+    "summary.csv",
+    "table.md",
+    "acceptance.png",
+    "difference.png",
+    "positions.png",
+    "provenance.json",
+}
+
+
+class Interrupter:
+    """A reporter that interrupts the study after some cells, as Ctrl-C does."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def start(self, total: int, done: int = 0) -> None:
+        pass
+
+    def advance(self, description: str = "", steps: int = 1) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class Recorder:
+    """A reporter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+
+    def start(self, total: int, done: int = 0) -> None:
+        self.total, self.done = total, done
+
+    def advance(self, description: str = "", steps: int = 1) -> None:
+        self.done += steps
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def _untimed_metrics(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    return [m for m in summary["metrics"] if not m["metric"].startswith(("prefill", "decode", "step"))]
+
+
+def _without_times(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    timed = ("seconds", "_per_s", "_ms")
+    return sorted(tuple(v for k, v in row.items() if not k.endswith(timed)) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    checkpoint: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("study") / "out"
+    recorder = Recorder()
+    summary = run(tiny_config(checkpoint, texts), out, recorder)
+    assert recorder.done == recorder.total > 0
+    return out, summary
+
+
+def test_folder_holds_every_promised_file_and_no_other(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = finished
+    assert {file.name for file in out.iterdir()} - {".lock"} == FILES
+    assert json.loads((out / "summary.json").read_text()) == summary
+    for figure in out.glob("*.png"):
+        assert matplotlib.image.imread(figure).std() > 0.01
+
+
+def test_every_arm_has_every_round_of_every_prompt_at_every_length(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    rows = _rows(finished[0] / "samples.csv")
+    seen = Counter((row["arm"], row["length"], row["prompt"]) for row in rows)
+    assert len(seen) == 3 * 2 * 4 and set(seen.values()) == {3}
+    assert all(int(row["prefix"]) == int(row["length"]) + 5 * int(row["round"]) for row in rows)
+    assert {int(row["accepted"]) for row in rows} <= {0, 1, 2, 3}
+    assert len({row["accepted"] for row in rows}) > 1  # a study of constants would test nothing
+
+
+def test_summary_is_what_the_samples_say(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = finished
+    rows = _rows(out / "samples.csv")
+
+    def accepted(arm: str, length: str) -> float:
+        values = [int(row["accepted"]) for row in rows if (row["arm"], row["length"]) == (arm, length)]
+        return sum(values) / len(values) / 3
+
+    for record in summary["metrics"]:
+        if record["metric"] == "acceptance" and record["text"] == "all" and record["length"] != "all":
+            assert record["value"] == pytest.approx(accepted(record["arm"], str(record["length"])))
+            assert record["clusters"] == 4
+    table = {(row["arm"], row["length"]): row for row in summary["table"]}
+    difference = 100 * (accepted("e4m3", "96") - accepted("fp16", "96"))
+    assert table["e4m3", 96]["acceptance_difference"]["value"] == pytest.approx(difference)
+    noise = 100 * (accepted("fp16_again", "96") - accepted("fp16", "96"))
+    assert table["e4m3", 96]["control_acceptance_difference"]["value"] == pytest.approx(noise)
+
+
+def test_controls_find_nothing_on_a_sound_decoder(finished: tuple[Path, dict[str, Any]]) -> None:
+    checks = finished[1]["checks"]
+    assert checks["plain_greedy"]["fp16"] == {"prompts": 1, "compared": 9, "mismatches": 0}
+    assert checks["plain_greedy"]["e4m3"]["mismatches"] == 0
+    assert checks["rerun"]["fp16"] == {"prompts": 2, "compared": 6, "mismatches": 0}
+    assert checks["rerun"]["e4m3"]["mismatches"] == 0
+
+
+def test_scales_cover_every_layer_and_are_recorded(finished: tuple[Path, dict[str, Any]]) -> None:
+    scales = json.loads((finished[0] / "scales.json").read_text())["e4m3"]
+    assert len(scales["target"]) == 2 and set(scales["draft"]) == {"k", "v"}
+    assert all(0 < pair[name] < 1 for pair in (*scales["target"], scales["draft"]) for name in ("k", "v"))
+
+
+def test_table_has_the_shape_of_a_row_per_length_and_all(finished: tuple[Path, dict[str, Any]]) -> None:
+    table = (finished[0] / "table.md").read_text()
+    rows = [line for line in table.splitlines() if re.match(r"\| (48|96|all) \|", line)]
+    assert len(rows) == 3 and all(line.count("|") == 11 for line in rows)
+
+
+def test_arms_see_the_same_prompts_and_lengths_the_same_targets(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[list[int]]] = []
+    real = measure.measure_rounds
+
+    def spy(decoder: Any, prompts: list[list[int]], prefixes: list[int]) -> Any:
+        seen.append(prompts)
+        return real(decoder, prompts, prefixes)
+
+    monkeypatch.setattr(measure, "measure_rounds", spy)
+    run(
+        tiny_config(checkpoint, texts, num_prompts=2, generation_prompts=0, check_prompts=0), tmp_path / "out"
+    )
+    warm_up, cells = seen[:2], seen[2:]
+    assert warm_up[0] == warm_up[1] == cells[0]  # in the order fp16, e4m3, fp16_again; then rotated by one
+    fp16, e4m3, again, e4m3_long, again_long, fp16_long = cells
+    assert fp16 == e4m3 and fp16_long == e4m3_long
+    nonce = len("Request 0123456789ab.\n\n")
+    for base, control in zip(fp16 + fp16_long, again + again_long, strict=True):
+        assert base[nonce:] == control[nonce:] and base[:nonce] != control[:nonce]
+    for short, long in zip(fp16, fp16_long, strict=True):
+        assert short[:nonce] == long[:nonce] and short[nonce:] == long[-len(short) + nonce :]
+
+
+@pytest.mark.parametrize("after", [1, 7, 20])
+def test_interrupted_study_resumes_to_the_same_result_without_measuring_twice(
+    after: int, checkpoint: Path, texts: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    config, out = tiny_config(checkpoint, texts), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, Interrupter(after))
+    before = _rows(out / "samples.csv")
+    assert not (out / "summary.json").exists()
+    summary = run(config, out)
+    assert (
+        _rows(out / "samples.csv")[: len(before)] == before
+    )  # times included: these rows are the first ones
+    for name in ("samples.csv", "generation.csv", "checks.csv"):
+        assert _without_times(_rows(out / name)) == _without_times(_rows(finished[0] / name))
+    assert (out / "scales.json").read_bytes() == (finished[0] / "scales.json").read_bytes()
+    assert _untimed_metrics(summary) == _untimed_metrics(finished[1])
+
+
+def test_finished_study_is_summarised_again_and_not_measured(
+    checkpoint: Path, texts: Path, finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measure, "measure_rounds", refuse)
+    monkeypatch.setattr(measure, "generate", refuse)
+    recorder = Recorder()
+    assert run(tiny_config(checkpoint, texts), finished[0], recorder) == finished[1]
+    assert recorder.done == recorder.total > 0
+
+
+def test_corrupt_verifier_is_reported(
+    checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure.generate
+
+    def accept_everything(decoder: Any, prompts: list[list[int]], tokens: int) -> Any:
+        (generation,), stats = real(decoder, prompts, tokens)
+        if decoder.config.num_draft_tokens:
+            generation = Generation([5] * tokens, [3] * (tokens // 3))
+        return [generation], stats
+
+    monkeypatch.setattr(measure, "generate", accept_everything)
+    config = tiny_config(checkpoint, texts, lengths=(48,), num_prompts=2)
+    summary = run(config, tmp_path / "out")
+    assert summary["checks"]["plain_greedy"]["fp16"]["mismatches"] > 0
+    assert summary["generation"]["degenerate"] == summary["generation"]["samples"] == 6
+    assert not [m for m in summary["metrics"] if m["metric"] == "generation_acceptance"]
+
+
+def test_arms_may_mix_formats(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    arms = (("fp16", "fp16", "fp16", 0), ("target", "e4m3", "fp16", 0), ("draft", "fp16", "e4m3", 0))
+    config = tiny_config(checkpoint, texts, arms=arms, lengths=(48,), num_prompts=2, generation_prompts=0)
+    summary = run(config, tmp_path / "out")
+    assert [row["arm"] for row in summary["table"]] == ["target", "target", "draft", "draft"]
+    assert summary["controls"] == []
+
+
+def test_study_without_byte_formats_needs_no_scales(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    arms = (("fp16", "fp16", "fp16", 0), ("again", "fp16", "fp16", 1))
+    config = tiny_config(checkpoint, texts, arms=arms, lengths=(48,), num_prompts=2, generation_prompts=0)
+    summary = run(config, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "scales.json").read_text()) == {}
+    assert [row["arm"] for row in summary["table"]] == ["again", "again"]
+
+
+def test_folder_of_another_configuration_is_refused(
+    checkpoint: Path, texts: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    with pytest.raises(InputError, match=r"another configuration .*seed"):
+        run(tiny_config(checkpoint, texts, seed=1), finished[0])
+
+
+def test_folder_of_another_checkpoint_is_refused(
+    checkpoint: Path, texts: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    copy = write_checkpoint(tmp_path / "model")
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(InputError, match="checkpoint"):
+        run(tiny_config(copy, texts), finished[0])
+
+
+def _no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def _bad_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_no_tokenizer, r"holds no tokenizer\.json"),
+        (_bad_tokenizer, "is not a tokenizer"),
+        (_truncated, "not a readable safetensors file"),
+        (_no_weights, "no checkpoint there"),
+        (_no_config, r"config\.json"),
+    ],
+)
+def test_damaged_checkpoints_are_refused_before_anything_is_written(
+    damage: Callable[[Path], None], message: str, texts: Path, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(InputError, match=message):
+        run(tiny_config(folder, texts), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_too_short_is_refused_with_the_longest_length_possible(checkpoint: Path, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts", long=400, short=90)
+    with pytest.raises(InputError, match="'short' has 90 tokens, too few for a prompt of 96: at most 80"):
+        run(tiny_config(checkpoint, folder), tmp_path / "out")
+
+
+def test_length_beyond_the_models_positions_is_refused(texts: Path, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", max_position_embeddings=100)
+    with pytest.raises(
+        InputError, match="exceed the model's 100 positions; the longest length possible is 86"
+    ):
+        run(tiny_config(folder, texts), tmp_path / "out")
+
+
+def test_length_shorter_than_a_nonce_is_refused(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no room beside a nonce of 23"):
+        run(tiny_config(checkpoint, texts, lengths=(20, 96)), tmp_path / "out")
+
+
+def test_damaged_scales_are_refused(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    config, out = tiny_config(checkpoint, texts), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, Interrupter(1))
+    scales = json.loads((out / "scales.json").read_text())
+    scales["e4m3"]["draft"]["k"] = float("nan")
+    (out / "scales.json").write_text(json.dumps(scales), encoding="utf-8")
+    with pytest.raises(InputError, match="k_scale is nan"):
+        run(config, out)
+
+
+def test_encoder_gives_the_tokenizers_ids(checkpoint: Path) -> None:
+    assert load_encoder(checkpoint)("\n a") == [1, 2, 67]

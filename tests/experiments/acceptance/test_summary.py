@@ -1,0 +1,189 @@
+"""Estimates from samples made by hand: acceptance, differences, positions, speeds, degenerate text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page4.experiments.acceptance.config import AcceptanceConfig
+from page4.experiments.acceptance.measure import rerun_rows
+from page4.experiments.acceptance.summary import ALL_LENGTHS, checks_summary, is_degenerate, summarise
+from page4.experiments.acceptance.table import markdown_table, table_rows
+from page4.experiments.samples import Row
+from tests.experiments.acceptance.tiny_study import tiny_config
+
+ARMS = ("fp16", "e4m3", "fp16_again")
+PROMPTS = ("one@1", "one@2", "two@1", "two@2")
+
+
+@pytest.fixture
+def config() -> AcceptanceConfig:
+    return tiny_config(Path("model"), Path("texts"))
+
+
+def rounds(accepted: Callable[[str, int, str, int], int], seconds: Callable[[str], float]) -> list[Row]:
+    """Four rounds of every prompt; two prompts to a batch."""
+    return [
+        {
+            "arm": arm,
+            "length": length,
+            "text": prompt.partition("@")[0],
+            "prompt": prompt,
+            "batch": PROMPTS.index(prompt) // 2,
+            "round": turn,
+            "prefix": length + 5 * turn,
+            "accepted": accepted(arm, length, prompt, turn),
+            "prefill_tokens": 2 * length,
+            "prefill_seconds": seconds(arm),
+            "round_seconds": 0.01,
+        }
+        for arm in ARMS
+        for length in (48, 96)
+        for prompt in PROMPTS
+        for turn in range(4)
+    ]
+
+
+def generation(arm: str, prompt: str, **changes: Any) -> Row:
+    row: Row = {
+        "arm": arm,
+        "length": 48,
+        "text": "one",
+        "prompt": prompt,
+        "new_tokens": 9,
+        "steps": 4,
+        "accepted": 6,
+        "repeated_4grams": 0.0,
+        "prefill_tokens_per_s": 100.0,
+        "decode_tokens_per_s": 50.0,
+        "step_p50_ms": 10.0,
+        "step_p90_ms": 12.0,
+    }
+    return row | changes
+
+
+def _one_less(arm: str, length: int, prompt: str, turn: int) -> int:
+    """The baseline accepts 3, 2, 1, 0 in turn; E4M3 one less of the third round's 1 at length 96."""
+    return 0 if (arm, length, turn) == ("e4m3", 96, 2) else 3 - turn
+
+
+def _equal_seconds(arm: str) -> float:
+    return 1.0
+
+
+def test_acceptance_is_accepted_over_drafted(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    assert metrics.get("acceptance", "fp16", 96).value == pytest.approx(6 / 12)
+    assert metrics.get("acceptance", "e4m3", 96).value == pytest.approx(5 / 12)
+    assert metrics.get("acceptance", "e4m3", 48).value == pytest.approx(6 / 12)
+    assert metrics.get("acceptance", "e4m3", ALL_LENGTHS).value == pytest.approx(11 / 24)
+    assert metrics.get("tokens_per_step", "fp16", 96).value == pytest.approx(1 + 3 * 6 / 12)
+
+
+def test_differences_are_points_and_changes_percent(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    assert metrics.get("acceptance_difference", "e4m3", 96).value == pytest.approx(-100 / 12)
+    assert metrics.get("acceptance_change", "e4m3", 96).value == pytest.approx(100 * (5 / 6 - 1))
+    assert metrics.get("tokens_per_step_change", "e4m3", 96).value == pytest.approx(100 * (2.25 / 2.5 - 1))
+    noise = metrics.get("acceptance_difference", "fp16_again", 96)
+    assert (noise.value, noise.low, noise.high, noise.clusters) == (0, 0, 0, 4)
+
+
+def test_position_counts_rounds_that_got_at_least_so_far(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    assert [metrics.get("acceptance_at", "fp16", 96, position=j).value for j in (1, 2, 3)] == [
+        0.75,
+        0.5,
+        0.25,
+    ]
+    assert [metrics.get("acceptance_at", "e4m3", 96, position=j).value for j in (1, 2, 3)] == [0.5, 0.5, 0.25]
+    assert metrics.get("acceptance_at_difference", "e4m3", 96, position=1).value == pytest.approx(-25)
+
+
+def test_pairing_is_by_prompt_whatever_the_order_of_the_rows(config: AcceptanceConfig) -> None:
+    def by_prompt(arm: str, length: int, prompt: str, turn: int) -> int:
+        return PROMPTS.index(prompt) - (arm == "e4m3" and prompt == "two@2")
+
+    rows = rounds(by_prompt, _equal_seconds)
+    expected = summarise(config, rows, []).get("acceptance_difference", "e4m3", 48)
+    assert expected.value == pytest.approx(-100 / 12) and expected.high <= 0
+    assert summarise(config, rows[::-1], []).get("acceptance_difference", "e4m3", 48) == expected
+
+
+def test_texts_are_reported_one_by_one(config: AcceptanceConfig) -> None:
+    def by_text(arm: str, length: int, prompt: str, turn: int) -> int:
+        return 3 if prompt.startswith("one") else 0
+
+    metrics = summarise(config, rounds(by_text, _equal_seconds), [])
+    assert metrics.texts == ["one", "two"]
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="one").value == 1
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").value == 0
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").clusters == 2
+
+
+def test_prefill_rate_is_per_batch_and_its_change_paired(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, lambda arm: 2.0 if arm == "e4m3" else 1.0), [])
+    rate = metrics.get("prefill_rate", "fp16", 96)
+    assert (rate.value, rate.clusters) == (192, 2)
+    assert metrics.get("prefill_rate_change", "e4m3", 96).value == pytest.approx(-50)
+    assert metrics.get("prefill_rate_change", "fp16_again", 96).value == 0
+
+
+def test_speeds_of_generation_are_medians_over_prompts(config: AcceptanceConfig) -> None:
+    speeds = {"fp16": (10.0, 20.0, 90.0), "e4m3": (11.0, 18.0, 99.0), "fp16_again": (10.0, 20.0, 90.0)}
+    rows = [
+        generation(arm, f"one@{i}", decode_tokens_per_s=speed)
+        for arm, of_arm in speeds.items()
+        for i, speed in enumerate(of_arm)
+    ]
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), rows)
+    assert metrics.get("decode_rate", "fp16", 48).value == 20
+    assert metrics.get("decode_rate_change", "e4m3", 48).value == pytest.approx(10)  # of +10, -10 and +10 %
+    assert metrics.get("step_p90", "e4m3", 48).value == 12
+    assert math.isnan(metrics.get("decode_rate", "fp16", 96).value)
+
+
+def test_degenerate_continuations_do_not_enter_the_acceptance(config: AcceptanceConfig) -> None:
+    looping = generation("fp16", "one@2", accepted=12, repeated_4grams=0.9)
+    rows = [generation(arm, f"one@{i}") for arm in ARMS for i in (1, 2)]
+    rows = [looping if (row["arm"], row["prompt"]) == ("fp16", "one@2") else row for row in rows]
+    assert [row for row in rows if is_degenerate(config, row)] == [looping]
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), rows)
+    estimate = metrics.get("generation_acceptance", "fp16", 48)
+    assert (estimate.value, estimate.clusters) == (0.5, 1)
+
+
+def test_table_says_what_was_not_measured_with_a_dash(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    rows = table_rows(config, metrics)
+    assert [(row["arm"], row["length"]) for row in rows] == [("e4m3", 48), ("e4m3", 96), ("e4m3", "all")]
+    assert rows[0]["decode_rate_change"]["value"] is None
+    text = markdown_table(config, metrics, {})
+    (line,) = (line for line in text.splitlines() if line.startswith("| 96 |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:3] == ["50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
+    assert cells[5:9] == ["+0.0 %", "-", "-", "-"]
+
+
+def test_checks_are_summed_by_control_and_arm() -> None:
+    rows = [
+        {"check": "rerun", "arm": "fp16", "prompt": str(i), "compared": 4, "mismatches": i} for i in range(3)
+    ]
+    assert checks_summary(rows) == {"rerun": {"fp16": {"prompts": 3, "compared": 12, "mismatches": 3}}}
+
+
+def test_rerun_compares_round_by_round() -> None:
+    first = rounds(_one_less, _equal_seconds)[:8]
+    later = [
+        row | {"accepted": row["accepted"] - (row["prompt"] == "one@2" and row["round"] == 1)}
+        for row in first
+    ]
+    found = rerun_rows(first, later[::-1])
+    assert [(row["prompt"], row["compared"], row["mismatches"]) for row in found] == [
+        ("one@1", 4, 0),
+        ("one@2", 4, 1),
+    ]
