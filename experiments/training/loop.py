@@ -150,7 +150,7 @@ class Trainer:
         while self.fraction < 1 and time.monotonic() - call_start < config.call_seconds:
             started = time.monotonic()
             current = next(p for p in config.schedule if self.fraction < p.until)
-            if current is not phase:
+            if current != phase:
                 phase, in_phase, pending = current, 0, []
                 self._set_trainable(phase)
                 self.log(f"phase {phase} at {self.fraction:.3f}")
