@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from page4.kernels.codecs import check_scale
 from page4.kernels.errors import InputError
 
 
@@ -15,16 +16,15 @@ class ScalePair:
     """Scales of one layer: ``stored = x / scale``, so ``x ~ stored * scale``.
 
     Raises:
-        InputError: a scale is not a finite positive FP32 number.
+        InputError: a scale is not a positive, finite, normal FP32 number.
     """
 
     k: float
     v: float
 
     def __post_init__(self) -> None:
-        for name, value in (("k_scale", self.k), ("v_scale", self.v)):
-            if not (math.isfinite(value) and value > 0 and math.isfinite(np.float32(value))):
-                raise InputError(f"{name} is {value}, expected a finite number above 0")
+        check_scale(self.k, "k_scale")
+        check_scale(self.v, "v_scale")
 
 
 UNIT_SCALES = ScalePair(1.0, 1.0)
@@ -44,14 +44,17 @@ class KVScales:
 
 
 def scale_for_maximum(maximum: float, format_maximum: float) -> float:
-    """Smallest FP32 scale that keeps ``maximum`` within the format: the least FP32 s with s * format_max >= max.
+    """Smallest FP32 scale that keeps ``maximum`` in the format: the least s with ``s * format_max >= max``.
 
     Raises:
-        InputError: the maximum is not finite, or nothing but zeros was observed.
+        InputError: the maximum is not finite, nothing but zeros was observed, or the scale is no normal FP32
+            number.
     """
     if not math.isfinite(maximum) or maximum <= 0:
         raise InputError(f"cannot calibrate from a maximum of {maximum}, expected a finite number above 0")
-    scale = np.float32(maximum / format_maximum)
+    quotient = maximum / format_maximum
+    check_scale(quotient, f"the scale of a maximum of {maximum}")
+    scale = np.float32(quotient)
     if float(scale) * format_maximum < maximum:
         scale = np.nextafter(scale, np.float32(np.inf))
     return float(scale)
