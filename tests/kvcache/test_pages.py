@@ -1,0 +1,141 @@
+"""Pages: every one has one owner, is freed once, and none is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from page4.kernels.errors import InputError
+from page4.kvcache.cache import BlockTables
+from page4.kvcache.pages import PAGE_TOKENS, PageAllocator, RequestPages
+
+CPU = torch.device("cpu")
+
+
+def test_pages_are_distinct_until_all_are_taken() -> None:
+    allocator = PageAllocator(5)
+    taken = allocator.allocate(2) + allocator.allocate(3)
+    assert sorted(taken) == [0, 1, 2, 3, 4]
+    assert allocator.free == 0
+
+
+def test_exhaustion_says_what_is_free_what_is_needed_and_what_to_raise() -> None:
+    allocator = PageAllocator(5)
+    allocator.allocate(3)
+    with pytest.raises(InputError) as caught:
+        allocator.allocate(4)
+    assert str(caught.value) == (
+        "the KV cache has 2 of 5 pages free, 4 more are needed: raise max_tokens (now 80)"
+    )
+    assert allocator.free == 2, "a refused request takes nothing"
+
+
+def test_released_pages_are_handed_out_again() -> None:
+    allocator = PageAllocator(2)
+    pages = allocator.allocate(2)
+    allocator.release(pages)
+    assert sorted(allocator.allocate(2)) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", [0, 99])
+def test_a_page_that_is_not_owned_cannot_be_freed(page: int) -> None:
+    allocator = PageAllocator(4)
+    with pytest.raises(RuntimeError, match=f"page {page} is freed but not owned"):
+        allocator.release([page])
+
+
+def test_a_double_free_is_found() -> None:
+    allocator = PageAllocator(4)
+    (page,) = allocator.allocate(1)
+    allocator.release([page])
+    with pytest.raises(RuntimeError, match="double free"):
+        allocator.release([page])
+
+
+def test_a_leak_is_found() -> None:
+    allocator = PageAllocator(4)
+    kept = allocator.allocate(1)
+    allocator.check([kept])
+    with pytest.raises(RuntimeError, match="1 pages owned, 0 in block tables: pages leaked"):
+        allocator.check([])
+
+
+def test_a_shared_page_is_found() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    with pytest.raises(RuntimeError, match="a page stands in two block tables"):
+        allocator.check([pages, pages[:1]])
+
+
+def test_a_table_with_a_foreign_page_is_found() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    with pytest.raises(RuntimeError):
+        allocator.check([[*pages, 3]])
+
+
+def test_slots_follow_the_block_table_not_the_position() -> None:
+    pages = RequestPages(0, torch.tensor([7, 2, 4]))
+    positions = torch.tensor([0, 15, 16, 31, 32, 40])
+    assert pages.slots(positions).tolist() == [7 * 16, 7 * 16 + 15, 2 * 16, 2 * 16 + 15, 4 * 16, 4 * 16 + 8]
+
+
+@pytest.mark.parametrize(("length", "pages"), [(1, 1), (16, 1), (17, 2), (32, 2), (33, 3), (48, 3)])
+def test_the_part_of_a_table_that_holds_a_length(length: int, pages: int) -> None:
+    table = torch.tensor([7, 2, 4])
+    assert RequestPages(0, table).upto(length).table.tolist() == table[:pages].tolist()
+
+
+def test_a_table_grows_with_its_request_and_never_moves() -> None:
+    tables = BlockTables(requests=1, pages=8, device=CPU)
+    request = tables.open()
+    held: list[int] = []
+    for length in (1, 16, 17, 40, 40, 3):
+        tables.reserve(request, length)
+        table = tables.pages(request).table.tolist()
+        assert len(table) == max(len(held), -(-length // PAGE_TOKENS))
+        assert table[: len(held)] == held
+        held = table
+
+
+def test_request_rows_run_out_with_a_message() -> None:
+    tables = BlockTables(requests=2, pages=8, device=CPU)
+    assert {tables.open(), tables.open()} == {0, 1}
+    with pytest.raises(InputError, match="all 2 request rows are in use: raise max_requests"):
+        tables.open()
+
+
+def test_a_closed_request_gives_back_its_row_and_pages() -> None:
+    tables = BlockTables(requests=1, pages=4, device=CPU)
+    for _ in range(3):
+        request = tables.open()
+        tables.reserve(request, 64)
+        assert tables.allocator.free == 0
+        tables.close(request)
+        assert tables.allocator.free == 4
+    with pytest.raises(KeyError):
+        tables.close(request)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["open", "grow", "close"]), st.integers(0, 3), st.integers(1, 60))))
+def test_accounting_holds_after_any_sequence_of_operations(operations: list[tuple[str, int, int]]) -> None:
+    tables = BlockTables(requests=4, pages=10, device=CPU)
+    open_requests: list[int] = []
+    for operation, which, length in operations:
+        try:
+            if operation == "open":
+                open_requests.append(tables.open())
+            elif open_requests:
+                request = open_requests[which % len(open_requests)]
+                if operation == "grow":
+                    tables.reserve(request, length)
+                else:
+                    tables.close(request)
+                    open_requests.remove(request)
+        except InputError:
+            pass  # out of rows or pages: nothing changed
+        tables.check()
+        held = [page for r in open_requests for page in tables.pages(r).table.tolist()]
+        assert len(held) == len(set(held)) == 10 - tables.allocator.free
