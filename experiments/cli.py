@@ -67,6 +67,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the installed command."""
+    # Before PyTorch is loaded: threads that spin while they wait take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(sys.argv[1:]))
 
 
