@@ -112,7 +112,8 @@ class SpeculativeDecoder:
         """One target step over all requests.
 
         Args:
-            drafts: for decoding requests (by cache row), the drafts to verify after the last token.
+            drafts: for decoding requests (by cache row), the drafts to verify after its last token
+                (-1: none).
             prefill_to: for prefilling requests (by cache row), the length to reach.
         Returns:
             By cache row, target logits ``[rows, V]`` of a decoding request, or ``[1, V]`` of the last row of a
@@ -122,11 +123,11 @@ class SpeculativeDecoder:
         segments = []
         for request in requests:
             decode = request.phase is Phase.DECODE
-            ids = (
-                request.tokens[request.computed :] + drafts[request.row]
-                if decode
-                else request.tokens[request.computed : prefill_to[request.row]]
-            )
+            if decode:
+                # Where nothing was drafted (-1), any token serves: verification ends the prefix before it.
+                ids = request.tokens[request.computed :] + [max(d, 0) for d in drafts[request.row]]
+            else:
+                ids = request.tokens[request.computed : prefill_to[request.row]]
             self.cache.reserve(request.row, request.computed + len(ids))
             segments.append(
                 Segment(

@@ -45,7 +45,7 @@ def measure_rounds(
         texts: token ids, each at least as long as the last prefix; at most ``max_requests`` of them.
         prefix_lengths: ascending.
     Raises:
-        InputError: prefixes not ascending, a text too short, no drafts to verify, or too many texts.
+        InputError: prefixes not ascending, a text too short, no drafts to verify, no texts, or too many.
     """
     prefixes = list(prefix_lengths)
     if not prefixes or prefixes[0] < 1 or any(b <= a for a, b in zip(prefixes, prefixes[1:], strict=False)):
@@ -57,8 +57,12 @@ def measure_rounds(
         raise InputError(f"{len(texts)} texts at once, max_requests is {decoder.config.max_requests}")
     if decoder.config.num_draft_tokens < 1:
         raise InputError("num_draft_tokens is 0: a round needs at least one draft")
-    requests = [decoder.open(text[: prefixes[-1]]) for text in texts]
+    if not texts:
+        raise InputError("no texts given: a round needs at least one")
+    requests: list[Request] = []
     try:
+        for text in texts:
+            requests.append(decoder.open(text[: prefixes[-1]]))
         start = decoder.now()
         logits = _read(decoder, requests, prefixes[0])
         prefill_seconds = decoder.now() - start
