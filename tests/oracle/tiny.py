@@ -77,7 +77,7 @@ def tiny_model(seed: int = 0, **overrides: Any) -> Qwen4ExpForCausalLM:
     return model.eval().requires_grad_(False)
 
 
-def agreeable_model(seed: int = 0, noise: float = 0.12, **overrides: Any) -> Qwen4ExpForCausalLM:
+def agreeable_model(seed: int = 0, noise: float = 0.2, **overrides: Any) -> Qwen4ExpForCausalLM:
     """A tiny model whose MTP head often agrees with it, so that any number of drafts is accepted at times.
 
     Blocks write little into the streams (``noise``), so the next token mostly depends on the last one, and

@@ -1,0 +1,126 @@
+"""Calibrated scales map the largest |K| and |V| of each layer onto the format's largest value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from page4.kernels.errors import InputError
+from page4.kvcache import KVScales, ScalePair
+from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
+from page4.model.qsa import QSAttention
+from page4.spec_decode import DecoderConfig, SpeculativeDecoder, calibrate_scales, generate
+from tests.oracle.steps import exact_cache
+from tests.oracle.tiny import random_tokens, tiny_model
+
+TEXTS = [random_tokens(length, seed) for seed, length in ((41, 50), (42, 33))]
+
+
+def captured_maxima(model: Qwen4ExpForCausalLM, text: list[int]) -> list[tuple[float, float]]:
+    """Largest |K| and |V| per QSA layer, then of the MTP layer: projections caught by hooks in one full pass.
+
+    K is normalised and rotated here by the textbook formulas in float64.
+    """
+    projected: dict[tuple[int, str], Tensor] = {}
+    layers = [m for m in model.modules() if isinstance(m, QSAttention)]
+    hooks = []
+    for i, layer in enumerate(layers):
+        for name, projection in (("k", layer.k_proj), ("v", layer.v_proj)):
+
+            def keep(_: nn.Module, __: object, output: Tensor, key: tuple[int, str] = (i, name)) -> None:
+                projected[key] = output.double()
+
+            hooks.append(projection.register_forward_hook(keep))
+    try:
+        streams = model(torch.tensor([text])).streams[0]
+        cache = exact_cache(model)
+        request = cache.open()
+        cache.reserve(request, len(text))
+        if model.mtp is not None:
+            segment = Segment(request, 0, torch.tensor(text[1:]), (), decode=False)
+            model.draft_rows(RowBatch.pack([segment], model.device), streams[:-1], cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    maxima = []
+    for i, layer in enumerate(layers):
+        k = projected[i, "k"].unflatten(-1, (layer.kv_heads, layer.head_dim))
+        k = k / (k.square().mean(-1, keepdim=True) + layer.eps).sqrt() * (1 + layer.k_norm.weight.double())
+        maxima.append((largest(rotate(k, model)), largest(projected[i, "v"])))
+    return maxima
+
+
+def rotate(k: Tensor, model: Qwen4ExpForCausalLM) -> Tensor:
+    """Rotary embedding ``[T, H, D]``: pair (i, i + half) turns by ``p * theta^(-i / half)``."""
+    half = model.config.rotary_dim // 2
+    frequency = model.config.rope_theta ** (-torch.arange(half).double() / half)
+    angle = (torch.arange(k.shape[0]).double()[:, None] * frequency)[:, None]
+    a, b = k[..., :half], k[..., half : 2 * half]
+    turned = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
+    return torch.cat([*turned, k[..., 2 * half :]], dim=-1)
+
+
+def largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def pairs(scales: KVScales) -> list[ScalePair]:
+    return [*scales.target, *([scales.draft] if scales.draft else [])]
+
+
+@pytest.mark.parametrize("chunk", [16, 2048])
+def test_scales_are_the_maxima_over_all_texts(chunk: int) -> None:
+    model = tiny_model(seed=6)
+    maxima = [captured_maxima(model, text) for text in TEXTS]
+    scales = pairs(calibrate_scales(model, TEXTS, prefill_chunk=chunk))
+    assert len(scales) == 3
+    for layer, scale in enumerate(scales):
+        k, v = (max(m[layer][i] for m in maxima) for i in range(2))
+        # The cache observed is FP16.
+        assert scale.k * 448 == pytest.approx(k, rel=2e-3)
+        assert scale.v * 448 == pytest.approx(v, rel=2e-3)
+
+
+def test_more_texts_never_lower_a_scale() -> None:
+    model = tiny_model(seed=6)
+    one, both = (pairs(calibrate_scales(model, texts)) for texts in (TEXTS[:1], TEXTS))
+    assert all(a.k <= b.k and a.v <= b.v for a, b in zip(one, both, strict=True))
+    assert one != both
+
+
+def test_no_value_of_the_calibration_texts_saturates() -> None:
+    """Twice the scale would lose a bit of range; half would clip."""
+    model = tiny_model(seed=6)
+    scales = calibrate_scales(model, TEXTS[:1])
+    decoder = SpeculativeDecoder(model, DecoderConfig(kv_format="e4m3", scales=scales, max_length=64))
+    request = decoder.open(TEXTS[0])
+    decoder.advance([request], {}, {request.row: len(TEXTS[0])})
+    first = decoder.cache.qsa[0]
+    for pages in (first.k_pages, first.v_pages):
+        magnitude = pages & 0x7F
+        assert magnitude.max() == 0x7E, "the largest value is stored as 448"
+        assert (magnitude == 0x7E).sum() <= 2
+
+
+def test_a_model_without_a_head_has_no_draft_scales() -> None:
+    scales = calibrate_scales(tiny_model(seed=6, mtp_num_hidden_layers=0), TEXTS)
+    assert len(scales.target) == 2
+    assert scales.draft is None
+
+
+def test_the_scales_fit_the_model_they_were_measured_on() -> None:
+    model = tiny_model(seed=6)
+    config = DecoderConfig(kv_format="e4m3", scales=calibrate_scales(model, TEXTS), max_length=64)
+    generations, _ = generate(SpeculativeDecoder(model, config), [TEXTS[0]], 5)
+    assert len(generations[0].tokens) == 5
+
+
+def test_wrong_input_is_refused() -> None:
+    model = tiny_model(seed=6)
+    with pytest.raises(InputError, match="KV format 'int4' is unknown"):
+        calibrate_scales(model, TEXTS, kv_format="int4")
+    with pytest.raises(InputError, match="cannot calibrate from a maximum of 0"):
+        calibrate_scales(model, [])
+    with pytest.raises(InputError, match="the model's positions end at 4096"):
+        calibrate_scales(model, [[1] * 4097])
