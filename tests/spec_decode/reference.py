@@ -12,8 +12,8 @@ from page4.spec_decode import Generation, SpeculativeDecoder, generate
 from tests.oracle.steps import exact_cache
 from tests.oracle.tiny import random_tokens
 
-# Logits differ by 1e-5 between ways to batch the same rows; a greedy choice is well defined if the second best
-# token is further away than that.
+# Logits differ by 1e-5 between ways to batch the same rows; a greedy choice is well defined if the second
+# best is further away than that.
 SAFE_GAP = 1e-3
 
 
