@@ -34,7 +34,7 @@ def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
     _length_axis(axes, series)
     axes.set_ylabel("acceptance (accepted / drafted tokens)")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.legend(frameon=False)
+    _legend_above(axes)
     return figure
 
 
@@ -52,7 +52,7 @@ def plot_difference(series: Sequence[Series], noise: Series | None, title: str, 
         _line(axes, line, index + 1, shift=2 ** (0.06 * _offset(index, len(series))))
     _length_axis(axes, [*series, noise] if noise else series)
     axes.set_ylabel("difference of acceptance (percentage points)")
-    axes.legend(frameon=False)
+    _legend_above(axes)
     return figure
 
 
@@ -61,7 +61,7 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
 
     `panels` holds at least one (heading, lines over the draft positions); estimates are fractions.
     """
-    figure = Figure(figsize=(1.7 * len(panels) + 1.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(1.7 * len(panels) + 2.6, 3.6), layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (heading, series) in zip(all_axes, panels, strict=True):
         _clean(axes)
@@ -76,7 +76,7 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
     all_axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     all_axes[0].set_ylabel("rounds accepted to this position")
     handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     _titles(figure, title, note)
     return figure
 
@@ -104,6 +104,11 @@ def _titles(figure: Figure, title: str, note: str) -> None:
     """A title above, and below the axes in small print what the sample is and what the bars mean."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
+
+
+def _legend_above(axes: Axes) -> None:
+    """A legend in one row between title and axes, where no line runs."""
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
 
 
 def _offset(index: int, count: int) -> float:

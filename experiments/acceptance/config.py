@@ -91,7 +91,7 @@ class AcceptanceConfig:
     confidence: float = 0.95
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "lengths": (1024, 2048, 4096),
+        "lengths": (1024, 2048),
         "num_prompts": 3,
         "batch_size": 3,
         "rounds_per_prompt": 12,
@@ -102,7 +102,7 @@ class AcceptanceConfig:
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
             "lengths": (1024, 2048, 4096, 8192, 16384),
-            "num_prompts": 6,
+            "num_prompts": 4,
             "batch_size": 2,
             "generation_prompts": 1,
         },

@@ -62,7 +62,7 @@ def write_report(
     }
     results.write_json("summary.json", summary)
     results.write_csv("summary.csv", records, METRIC_COLUMNS)
-    results.write_text("table.md", markdown_table(config, metrics, summary["checks"]))
+    results.write_text("table.md", markdown_table(config, metrics, summary))
     _write_figures(results, config, metrics)
     return summary
 

@@ -39,12 +39,21 @@ def table_rows(config: AcceptanceConfig, metrics: Metrics) -> list[dict[str, Any
     return rows
 
 
-def markdown_table(config: AcceptanceConfig, metrics: Metrics, checks: dict[str, Any]) -> str:
-    """The tables by length and by text, and what the controls found, as Markdown."""
-    parts = [_by_length(config, metrics, arm) for arm in (config.treated or config.controls)]
+def markdown_table(config: AcceptanceConfig, metrics: Metrics, summary: dict[str, Any]) -> str:
+    """The tables by length and by text, and what the controls found, as Markdown.
+
+    `summary` is the content of `summary.json`, of which "checks" and "generation" are used.
+    """
+    parts = [_by_length(config, metrics, arm) for arm in config.treated or config.controls]
     parts.append(_notes(config))
     parts.append(_by_text(config, metrics))
-    parts += [_check_line(name, by_arm) for name, by_arm in checks.items()]
+    parts += [_check_line(name, by_arm) for name, by_arm in summary["checks"].items()]
+    free = summary["generation"]
+    if free["samples"]:
+        parts.append(
+            f"Free generation: {free['degenerate']} of {free['samples']} continuations repeat more than "
+            f"{100 * config.max_repeated_4grams:g} % of their 4-grams; their acceptance is not counted."
+        )
     return "\n\n".join(parts) + "\n"
 
 
