@@ -153,6 +153,22 @@ def test_a_config_out_of_range_is_refused(options: dict[str, object], message: s
         DecoderConfig(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("formats", "dtype"),
+    [
+        (("fp32", None), torch.float32),
+        (("fp16", "fp32"), torch.float32),
+        (("fp16", None), torch.float16),
+        (("e4m3", "fp16"), torch.float16),
+    ],
+)
+def test_index_keys_are_16_bit_but_for_exact_caches(
+    formats: tuple[str, str | None], dtype: torch.dtype
+) -> None:
+    """An fp32 cache is there for parity, so nothing in it may be rounded."""
+    assert DecoderConfig(*formats).cache_config().index_dtype == dtype
+
+
 def test_speculation_needs_a_head() -> None:
     bare = tiny_model(mtp_num_hidden_layers=0)
     with pytest.raises(InputError, match="no MTP head: set num_draft_tokens to 0"):

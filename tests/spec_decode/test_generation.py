@@ -163,10 +163,11 @@ def test_wrong_requests_are_refused(decoder: Build) -> None:
 
 
 def test_a_refused_prompt_leaves_nothing_behind(model: Qwen4ExpForCausalLM, decoder: Build) -> None:
-    """Even one that is met while others are under way."""
-    shared = decoder(3)
-    prompt = safe_prompt(model, 17, NEW)
-    with pytest.raises(InputError):
-        generate(shared, [prompt, []], 5)
-    (generation,) = run(shared, [prompt], NEW)
-    assert generation.tokens == continuation(model, prompt, NEW)
+    """Even one that is met while another is under way."""
+    shared = decoder(3, max_requests=2)
+    prompts = [safe_prompt(model, length, NEW) for length in (17, 45)]
+    first, second = expected(model, prompts, NEW)
+    stop = next(token for token in first if token not in second)
+    with pytest.raises(InputError, match="the prompt is empty"):
+        generate(shared, [*prompts, []], NEW, stop_token_ids=(stop,))
+    assert emitted(run(shared, prompts, NEW)) == [first, second]
