@@ -102,6 +102,17 @@ def test_dtype_is_converted_but_for_the_decay_parameters(tmp_path: Path) -> None
     assert wide == {f"model.layers.{i}.linear_attn.{p}" for i in (0, 1) for p in ("A_log", "dt_bias")}
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 0.05), (torch.bfloat16, 0.2)])
+def test_16_bit_activations_stay_close(tmp_path: Path, dtype: torch.dtype, error: float) -> None:
+    """Within rounding, and the few blocks and experts whose choice rounding may change."""
+    folder = write(tmp_path, tiny_weights())
+    tokens = torch.tensor([random_tokens(61, 0)])
+    expected = Qwen4ExpForCausalLM.from_pretrained(folder)(tokens).logits
+    logits = Qwen4ExpForCausalLM.from_pretrained(folder, dtype=dtype)(tokens).logits
+    assert logits.dtype == dtype
+    assert (logits.float() - expected).std() <= error * expected.std()
+
+
 def test_float32_is_the_default_on_the_cpu_whatever_is_stored(tmp_path: Path) -> None:
     halved = {k: v.half() if v.is_floating_point() else v for k, v in tiny_weights().items()}
     model = Qwen4ExpForCausalLM.from_pretrained(write(tmp_path, halved))
