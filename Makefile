@@ -2,12 +2,12 @@
 #
 #   STACK=v100    torch 2.10 and triton 3.6, the newest default wheels for a V100 (in .venv-v100)
 #   PYTHON=...    the Python to build the environment with
-#   OUT=...       the folder of `make study`
+#   OUT=...       the folder of `make study` (results/acceptance)
 #   ARGS=...      more options for `page4 acceptance`, for example ARGS="--quick"
 
 STACK  ?= default
 PYTHON ?= python3
-OUT    ?= results/acceptance
+OUT    ?=
 ARGS   ?=
 
 VENV   := .venv$(if $(filter-out default,$(STACK)),-$(STACK))
@@ -25,10 +25,10 @@ help:
 	@echo "make lint        run ruff and mypy"
 	@echo "make notebooks   execute the notebooks"
 	@echo "make clean       remove the environments and caches; results/ stays"
-	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=$(OUT), ARGS=\"--quick\" (see the Makefile)"
+	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=FOLDER, ARGS=\"--quick\" (see the Makefile)"
 
 study: $(VENV)/.installed
-	@$(BIN)/page4 acceptance --out "$(OUT)" $(ARGS)
+	@$(BIN)/page4 acceptance $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 test: $(VENV)/.installed-test
 	@$(BIN)/pytest -n 2
