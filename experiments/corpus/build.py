@@ -129,9 +129,12 @@ def table(corpus: Corpus) -> str:
     lines = [f"{'source':18}{'documents':>10}{'MB':>8}{'dropped':>9}{'twice':>7}  licence        package"]
     for r in corpus.reports:
         lines.append(
-            f"{r.name:18}{r.documents:10}{r.bytes / 1e6:8.2f}{r.dropped:9}{r.duplicates:7}  {r.licence:14} {r.package}"
+            f"{r.name:18}{r.documents:10}{r.bytes / 1e6:8.2f}{r.dropped:9}{r.duplicates:7}"
+            f"  {r.licence:14} {r.package}"
         )
-    lines.append(
-        f"{'total':18}{sum(r.documents for r in corpus.reports):10}{sum(r.bytes for r in corpus.reports) / 1e6:8.2f}"
+    documents, megabytes = (
+        sum(r.documents for r in corpus.reports),
+        sum(r.bytes for r in corpus.reports) / 1e6,
     )
+    lines.append(f"{'total':18}{documents:10}{megabytes:8.2f}")
     return "\n".join(lines)

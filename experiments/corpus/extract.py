@@ -70,7 +70,7 @@ def python_files(package: Path, source: Source) -> Documents:
 def r_strings(package: Path, source: Source) -> Documents:
     """Character vectors of an R lazy-load database: novels, one string per line.
 
-    An ``.rdb`` file is a run of (4-byte length, zlib stream) records, each an object in R's XDR serialisation.
+    An ``.rdb`` file is a run of (4-byte length, zlib stream) records, each an object in R's serialisation.
     """
     for database in sorted(package.rglob("Rdata.rdb")):
         data = database.read_bytes()

@@ -23,7 +23,7 @@ def training_texts(corpus: Corpus) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Trains a byte-level BPE whose id 0 ends a document. Every text can be encoded and comes back exactly."""
+    """Trains a byte-level BPE whose id 0 ends a document. Every text encodes and comes back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

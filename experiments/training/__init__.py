@@ -1,1 +1,1 @@
-"""Training of the small shipped checkpoint: trunk and MTP head jointly, then the head alone by distillation."""
+"""Training of the shipped checkpoint: trunk and MTP head together, then the head alone by distillation."""

@@ -14,6 +14,7 @@ from page4.kernels.errors import InputError
 
 
 def main() -> int:
+    """Runs a training call; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m page4.experiments.training", description=__doc__)
     parser.add_argument("--config", type=Path, help="YAML file of settings")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")

@@ -14,7 +14,7 @@ from page4.model.qsa import Indexer, QSAttention
 
 @dataclass
 class Chain:
-    """What draft steps after the first need: the head's K, V and inputs at step 0, and the chain's own K and V.
+    """What later draft steps need: the head's K, V and inputs at step 0, and the chain's own K and V.
 
     Attributes:
         k, v: ``[B, Hkv, T, D]``. x: ``[B, T, H]``. drafted: (k, v) ``[B, Hkv, n, D]`` of every later step.
@@ -47,7 +47,7 @@ def block_scores(indexer: Indexer, x: Tensor, cos: Tensor, sin: Tensor, keys: Te
 
 
 def token_mask(indexer: Indexer, scores: Tensor, positions: Tensor, length: int) -> Tensor:
-    """Tokens ``[B, n, length]`` that rows at ``positions [n]`` may read: chosen blocks, and the incomplete tail."""
+    """Tokens ``[B, n, length]`` that rows at ``positions [n]`` read: chosen blocks and incomplete tail."""
     blocks = scores.shape[-1]
     complete = (positions + 1) // indexer.ratio  # [n]
     chosen = (torch.arange(blocks, device=scores.device) < complete[:, None]).expand_as(scores)
@@ -75,8 +75,8 @@ def attend(
 ) -> Tensor:
     """Causal attention ``[B, Hq, T, D]``, over the selected blocks where ``sparse``.
 
-    Shapes: ``q [B, Hq, T, D]``, ``k, v [B, Hkv, T, D]``, ``x [B, T, H]``, ``cos, sin [T, rot]``. No gradient reaches
-    the indexer from here: the selection is discrete, :func:`index_loss` trains it.
+    Shapes: ``q [B, Hq, T, D]``, ``k, v [B, Hkv, T, D]``, ``x [B, T, H]``, ``cos, sin [T, rot]``. No gradient
+    reaches the indexer from here: the selection is discrete, :func:`index_loss` trains it.
     """
     indexer = attention.indexer
     length = q.shape[2]

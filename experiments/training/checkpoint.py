@@ -79,7 +79,7 @@ def export(
     for old in folder.glob("model-*.safetensors"):
         old.unlink()
     shards = split_shards(tensors, shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / (file + ".partial"), metadata={"format": "pt"})

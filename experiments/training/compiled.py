@@ -1,7 +1,7 @@
 """Row-wise functions, compiled once for all layers and context lengths.
 
-Everything between two sequence mixers works on flat rows ``[B*T, ...]``; with a constant number of tokens per step
-one graph serves every layer and every context length, so a run compiles a dozen small functions.
+Everything between two sequence mixers works on flat rows ``[B*T, ...]``; with a constant number of tokens per
+step one graph serves every layer and every context length, so a run compiles a dozen small functions.
 """
 
 from __future__ import annotations

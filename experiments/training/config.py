@@ -99,8 +99,8 @@ class Phase:
         context: tokens of a training window.
         mode: ``joint`` trains everything on text; ``draft`` trains the MTP head alone, on the trunk's
             distributions over text; ``rollout`` likewise over the model's own continuations of text.
-        sparse: QSA block selection as at inference; otherwise plain causal attention (the indexer learns either way).
-        draft_target: in joint mode, what the MTP head predicts: the ``text``, or the ``trunk``'s distribution.
+        sparse: QSA block selection as at inference; else causal attention (the indexer learns either way).
+        draft_target: what the MTP head predicts in joint mode, the ``text`` or the ``trunk``'s distribution.
     """
 
     until: float
@@ -127,8 +127,8 @@ SCHEDULE: tuple[Phase, ...] = (
 class TrainConfig:
     """A training run.
 
-    The schedule advances by training time (``total_seconds``) or, where ``total_steps`` is set, by steps. A run
-    may be cut into calls of ``call_seconds``: the state file lets the next call go on where the last one stopped.
+    The schedule advances by training time (``total_seconds``) or, where ``total_steps`` is set, by steps. A
+    run may be cut into calls of ``call_seconds``: the next call goes on from the state file.
 
     Attributes:
         data: folder of packed tokens with its ``tokenizer.json``.

@@ -15,8 +15,8 @@ from page4.kernels.errors import InputError
 class WindowSampler:
     """Windows of consecutive tokens of one source.
 
-    A source's windows tile it from a random offset and are drawn in random order; when all are used, a new offset
-    starts the next epoch. A source that was read ``max_epochs`` times is drawn no more.
+    A source's windows tile it from a random offset and are drawn in random order; when all are used, a new
+    offset starts the next epoch. A source that was read ``max_epochs`` times is drawn no more.
     """
 
     def __init__(self, data: PackedData, seed: int, max_epochs: float = 4.0) -> None:
@@ -79,6 +79,7 @@ class WindowSampler:
         return {span.name: round(self.drawn[span.name] / (span.end - span.start), 2) for span in self.spans}
 
     def state_dict(self) -> dict[str, Any]:
+        """Everything the next draw depends on."""
         return {
             "generator": self.generator.bit_generator.state,
             "drawn": dict(self.drawn),
@@ -87,6 +88,7 @@ class WindowSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was taken."""
         self.generator.bit_generator.state = state["generator"]
         self.drawn = dict(state["drawn"])
         self._queues = {name: list(queue) for name, queue in state["queues"].items()}

@@ -1,7 +1,7 @@
 """The chunked gated delta rule of a training step: fla's kernels on a GPU, the PyTorch reference on a CPU.
 
-fla-core 0.6.0's ``chunk_bwd_dqkwg`` gives wrong gradients on Hopper with Triton 3.6 and refuses to run there, so
-that one kernel is replaced by the batched matrix products below.
+fla-core 0.6.0's ``chunk_bwd_dqkwg`` gives wrong gradients on Hopper with Triton 3.6 and refuses to run there,
+so that one kernel is replaced by the batched matrix products below.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def chunk_backward(
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of a chunk's output ``scale * (exp2(g) q h + tril(exp2(g_i - g_j) q k^T) v)`` and state update.
+    """Gradients of a chunk's output ``scale (exp2(g) q h + tril(exp2(g_i - g_j) q k^T) v)`` and last state.
 
-    Shapes: ``q, k, v, do, dv [B, T, H, D]``, ``h, dh [B, T/chunk, H, Dk, Dv]``, ``g [B, T, H]``, the running sum
-    of the log2 decay within each chunk. Returns dq, dk, dw and dg, the last by the natural-log decay.
+    Shapes: ``q, k, v, do, dv [B, T, H, D]``, ``h, dh [B, T/chunk, H, Dk, Dv]``, ``g [B, T, H]``, the running
+    sum of the log2 decay within each chunk. Returns dq, dk, dw and dg, the last by the natural-log decay.
     """
     batch, length, heads, _ = q.shape
     dtype = q.dtype
@@ -111,7 +111,7 @@ def gated_delta_sequence(
 ) -> tuple[Tensor, Tensor | None]:
     """Whole sequences from an empty state.
 
-    Shapes: ``q, k [B, T, Hk, Dk]``, ``v [B, T, Hv, Dv]``, ``g, beta [B, T, Hv]``; returns ``o [B, T, Hv, Dv]`` and,
+    ``q, k [B, T, Hk, Dk]``, ``v [B, T, Hv, Dv]``, ``g, beta [B, T, Hv]``; returns ``o [B, T, Hv, Dv]`` and,
     where asked for, the final state ``[B, Hv, Dk, Dv]``.
     """
     if q.is_cuda:

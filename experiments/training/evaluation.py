@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -100,8 +101,7 @@ class Evaluator:
             return {"windows": 0, "edges": list(edges), "nats": []}
         windows = _spread(windows, self.config.max_windows)
         losses = self._losses(torch.stack(windows))
-        spans = zip(edges[:-1], edges[1:], strict=True)
-        nats = [round(losses[:, a:b].mean().item(), 4) for a, b in spans]
+        nats = [round(losses[:, a:b].mean().item(), 4) for a, b in pairwise(edges)]
         return {"windows": len(windows), "edges": list(edges), "nats": nats}
 
     def loss_by_context(self, texts: Texts, targets: int = 512) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Evaluator:
     def acceptance(self, texts: Texts, length: int, count: int) -> dict[str, Any]:
         """Acceptance of one round from real prefixes of ``length`` tokens: greedy, and sampled at T = 1.
 
-        ``by_position[j]`` is the probability that drafts 1..j+1 are all accepted; their mean is the acceptance.
+        ``by_position[j]`` is the probability that drafts 1..j+1 are all accepted; the mean is the acceptance.
         """
         generator = torch.Generator().manual_seed(self.config.seed)
         torch.manual_seed(self.config.seed)

@@ -80,7 +80,7 @@ class Trainer:
         self.pool_left = 0
         set_compile(config.compile and cuda)
         if cuda:
-            torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+            torch._dynamo.config.recompile_limit = 64
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """bf16 on a GPU, nothing on a CPU."""
@@ -183,9 +183,8 @@ class Trainer:
         self._validate()
         self.save()
         self.export()
-        self.log(
-            f"{'finished' if finished else 'stopped'} at step {progress.step}, {progress.tokens / 1e6:.1f} M tokens"
-        )
+        outcome = "finished" if finished else "stopped"
+        self.log(f"{outcome} at step {progress.step}, {progress.tokens / 1e6:.1f} M tokens")
         return TrainResult(finished, progress.step, progress.tokens, config.out)
 
     def evaluate(self, sizes: EvaluationConfig) -> dict[str, Any]:
@@ -193,7 +192,11 @@ class Trainer:
         former = set_compile(False)
         evaluator = Evaluator(self.sequence, sizes, self.device, self.autocast)
         parameters = sum(p.numel() for p in self.model.parameters())
-        head = {"step": self.progress.step, "tokens": self.progress.tokens, "parameters": parameters}
+        head: dict[str, Any] = {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "parameters": parameters,
+        }
         head |= {"phase_tokens": self.progress.phase_tokens, "epochs": self.sampler.epochs()}
 
         def save(results: dict[str, Any]) -> None:
@@ -284,9 +287,9 @@ class Trainer:
         text, *drafts, balance, index = torch.stack(pending).mean(0).tolist()
         progress = self.progress
         line = (
-            f"step {progress.step} {self.fraction:.3f} {progress.seconds:.0f} s {progress.tokens / 1e6:.1f} M "
-            f"{tokens / max(seconds, 1e-9) / 1e3:.0f} k/s T {phase.context} {phase.mode} text {text:.3f} drafts "
-            f"{' '.join(f'{d:.3f}' for d in drafts)} balance {balance:.2f} index {index:.3f}"
+            f"step {progress.step} {self.fraction:.3f} {progress.seconds:.0f} s {progress.tokens / 1e6:.1f} M"
+            f" {tokens / max(seconds, 1e-9) / 1e3:.0f} k/s T {phase.context} {phase.mode} text {text:.3f}"
+            f" drafts {' '.join(f'{d:.3f}' for d in drafts)} balance {balance:.2f} index {index:.3f}"
         )
         if self.device.type == "cuda":
             line += f" {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB"
@@ -333,7 +336,7 @@ class Trainer:
 def build_model(config: dict[str, Any]) -> Qwen4ExpForCausalLM:
     """A freshly initialised model in FP32.
 
-    A tied head reads the embedding, so the embedding starts small: the first loss is then that of a uniform guess.
+    A tied head reads the embedding, which starts small: the first loss is then that of a uniform guess.
     """
     model = Qwen4ExpForCausalLM(Qwen4ExpConfig.from_dict(config))
     nn.init.normal_(model.model.embed_tokens.weight, std=EMBEDDING_STD)

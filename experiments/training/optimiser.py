@@ -36,7 +36,7 @@ def is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Optimiser:
-    """Muon (momentum 0.95, Nesterov, decoupled decay) with matrices of one shape stacked, and three Adam groups."""
+    """Muon (momentum 0.95, Nesterov, decoupled decay) on matrices stacked by shape, and Adam in groups."""
 
     momentum = 0.95
 
@@ -77,7 +77,7 @@ class Optimiser:
         self.adam.step()
         rate = self.config.learning_rate * factor
         for key, members in self.groups.items():
-            active = [p for p in members if p.grad is not None]
+            active: list[Tensor] = [p for p in members if p.grad is not None]
             if not active:
                 continue
             rows, columns = active[0].shape[-2:]
@@ -95,8 +95,10 @@ class Optimiser:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Adam's state and Muon's momentum."""
         return {"adam": self.adam.state_dict(), "muon": self.buffers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was taken."""
         self.adam.load_state_dict(state["adam"])
         self.buffers = dict(state["muon"])

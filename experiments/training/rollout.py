@@ -1,4 +1,4 @@
-"""The model's own continuations of real prefixes, decoded in large batches: text for the head to learn from."""
+"""The model's own continuations of real prefixes, decoded in large batches, for the head to learn from."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from page4.experiments.training import rows as row
-from page4.experiments.training.sequence import LayerState, SequenceModel
+from page4.experiments.training.sequence import LayerState, SequenceModel, layers
 from page4.kernels.gated_delta import causal_conv1d_reference, recurrent_gated_delta_reference
 from page4.model.decoder import DecoderLayer
 
 
 class RolloutDecoder:
-    """Decodes ``B`` sequences at once after a prefix shorter than the sparse budget, so attention is dense."""
+    """Decodes ``B`` sequences at once; they stay shorter than the sparse budget, so attention is dense."""
 
     def __init__(self, sequence: SequenceModel, prefix: Tensor, room: int) -> None:
         self.sequence = sequence
@@ -22,7 +22,7 @@ class RolloutDecoder:
         hidden, _ = sequence.trunk(run)
         assert run.states is not None
         self.states = run.states
-        for layer, state in zip(sequence.model.model.layers, self.states, strict=True):
+        for layer, state in zip(layers(sequence), self.states, strict=True):
             _trim(layer, state, room)
         self.history = run.history.view(run.batch, run.length, -1)[:, -1]
         self.hidden = hidden.view(run.batch, run.length, -1)[:, -1]
@@ -34,7 +34,7 @@ class RolloutDecoder:
         cos, sin = trunk.rotary(torch.full((1,), self.length, device=tokens.device))
         cos, sin = cos.expand(tokens.shape[0], -1), sin.expand(tokens.shape[0], -1)
         residual = trunk.embed(tokens, self.sequence.dtype)
-        for layer, state in zip(trunk.layers, self.states, strict=True):
+        for layer, state in zip(layers(self.sequence), self.states, strict=True):
             residual = self._layer(layer, state, residual, cos, sin)
         self.length += 1
         self.hidden = trunk.hyper_connection_mixer(residual)

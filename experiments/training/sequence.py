@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -55,11 +56,18 @@ class Pass:
 
     @property
     def batch(self) -> int:
+        """Sequences."""
         return self.ids.shape[0]
 
     @property
     def length(self) -> int:
+        """Tokens of a sequence."""
         return self.ids.shape[1]
+
+
+def layers(sequence: SequenceModel) -> list[DecoderLayer]:
+    """The trunk's layers."""
+    return [cast(DecoderLayer, layer) for layer in sequence.model.model.layers]
 
 
 class SequenceModel:
@@ -93,7 +101,7 @@ class SequenceModel:
         """Hidden states for the LM head ``[N, H]`` and residual streams ``[N, S*H]``."""
         trunk = self.model.model
         residual = trunk.embed(run.ids.flatten(), self.dtype)
-        for layer in trunk.layers:
+        for layer in layers(self):
             residual = self._layer(layer, residual, run)
         return row.mix_streams(trunk.hyper_connection_mixer, residual), residual
 
@@ -106,7 +114,8 @@ class SequenceModel:
         assert head is not None
         embedding = self.model.model.embed_tokens(next_tokens.flatten()).to(streams.dtype)
         kept: list[Chain] = []
-        residual = self._layer(head.layers[0], row.mtp_inputs(head, embedding, streams), run, keep=kept)
+        joined = row.mtp_inputs(head, embedding, streams)
+        residual = self._layer(cast(DecoderLayer, head.layers[0]), joined, run, keep=kept)
         return row.mix_streams(head.hyper_connection_mixer, residual), residual, kept[0]
 
     def next_draft(
@@ -115,11 +124,12 @@ class SequenceModel:
         """Draft step ``step`` >= 1 of the roots ``[n]``: streams ``[B*n, S*H]``, tokens ``[B*n]``."""
         head = self.model.mtp
         assert head is not None
-        layer = head.layers[0]
+        layer = cast(DecoderLayer, head.layers[0])
         embedding = self.model.model.embed_tokens(tokens).to(streams.dtype)
         residual = row.mtp_inputs(head, embedding, streams)
         x, inject = row.read_streams(layer.attn_hyper_connection, residual)
-        attention: QSAttention = layer.self_attn
+        attention = layer.self_attn
+        assert attention is not None
         at = (roots + step).repeat(run.batch)
         q, k, v, gate = row.attention_inputs(attention, x, run.cos[at], run.sin[at])
         q, k, v = (t.unflatten(0, (run.batch, -1)).transpose(1, 2) for t in (q, k, v))
@@ -165,9 +175,8 @@ class SequenceModel:
         q, k, v, g, beta, mixed = row.delta_inputs(mixer, x, run.positions)
         shape = (run.batch, run.length)
         keep = run.states is not None
-        o, final = gated_delta_sequence(
-            *(t.unflatten(0, shape) for t in (q, k, v, g, beta)), final_state=keep
-        )
+        q, k, v, g, beta = (t.unflatten(0, shape) for t in (q, k, v, g, beta))
+        o, final = gated_delta_sequence(q, k, v, g, beta, keep)
         state.conv, state.delta = mixed.unflatten(0, shape), final
         return row.delta_output(mixer, o.flatten(0, 1), x)
 

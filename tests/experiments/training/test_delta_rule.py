@@ -18,7 +18,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, h: Tensor, g: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and next states of every chunk, given its first state; ``v`` is ``u - w h``."""
-    batch, length, heads, _ = q.shape
+    length = q.shape[1]
 
     def split(x: Tensor) -> Tensor:
         return x.unflatten(1, (length // CHUNK, CHUNK)).transpose(2, 3)

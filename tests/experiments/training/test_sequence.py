@@ -46,9 +46,16 @@ def test_dense_mode_reads_every_token(model: Qwen4ExpForCausalLM) -> None:
     assert (sparse[64:] - dense[64:]).abs().max() > 1e-3
 
 
-def test_draft_chain_equals_the_cached_draft_steps(model: Qwen4ExpForCausalLM) -> None:
-    """Steps 0 to 2 at a root in the middle, against rows fed one after another into a cache."""
-    length, drafted = 101, [17, 42]
+@pytest.mark.parametrize(("length", "steps"), [(24, 3), (101, 1)])
+def test_draft_chain_equals_the_cached_draft_steps(
+    model: Qwen4ExpForCausalLM, length: int, steps: int
+) -> None:
+    """Against rows fed one after another into a cache.
+
+    Sparse chains agree at step 0 only: later steps choose their blocks at the root in training, at their own
+    position at inference.
+    """
+    drafted = [17, 42]
     ids = torch.randint(1, 4096, (1, length + 1), generator=torch.Generator().manual_seed(5))
     sequence = SequenceModel(model, torch.float32)
     run = sequence.begin(ids[:, :length], sparse=True)
@@ -75,5 +82,5 @@ def test_draft_chain_equals_the_cached_draft_steps(model: Qwen4ExpForCausalLM) -
         segment = Segment(request, length - 1 + step, torch.tensor([token]), (0, 0), decode=True)
         draft = model.draft_rows(RowBatch.pack([segment], model.device), draft, cache)
         theirs.append(model.draft_logits(draft))
-    assert int(theirs[0].argmax()) == int(ours[0].argmax())
-    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-4, atol=2e-4)
+    for a, b in zip(ours[:steps], theirs[:steps], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
