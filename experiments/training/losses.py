@@ -56,8 +56,8 @@ def batch_losses(
     """Losses of ``window [B, T + K + 1]``; the tokens after T serve as targets only.
 
     Joint mode trains trunk and head; draft j (from 1) at row p predicts x_{p+1+j}, or the trunk's
-    distribution of it. In draft modes the trunk is constant, and rows weigh more where the text is what the trunk would
-    have chosen: a verified draft is always fed with such tokens.
+    distribution of it. In draft modes the trunk is constant, and rows weigh more where the text is what the
+    trunk would have chosen: a verified draft is always fed with such tokens.
     """
     ahead = config.num_drafts + 1
     batch, length = window.shape[0], window.shape[1] - ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zipfile
 from pathlib import Path
 
@@ -19,9 +20,8 @@ VALIDATED = ("1908-Roosevelt-1", "1953-Truman-1", "1979-Carter-1")
 def _text(seed: str) -> str:
     """Some sentences that differ from seed to seed."""
     words = ["peace", "trade", "army", "treaty", "people", "union", "congress", "labour", "nation", "canal"]
-    start = sum(map(ord, seed))
-    picked = [words[(7 * (start + i) + i * i) % len(words)] + seed[i % len(seed)] for i in range(150)]
-    return " ".join(picked) + "\n"
+    draw = random.Random(seed)
+    return " ".join(draw.choice(words) for _ in range(150)) + "\n"
 
 
 def _wheel(work: Path, names: tuple[str, ...]) -> None:
