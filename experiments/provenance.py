@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, hardware, source, command and time."""
+"""Where a result comes from: versions, hardware, source and command."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ def collect_provenance() -> dict[str, Any]:
     """The conditions under which a result was measured, without machine paths."""
     return {
         "command": command_line(sys.argv),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": source_version(),
         "versions": package_versions(),
         "hardware": hardware(),
     }
+
+
+def now() -> str:
+    """The time in UTC, to the second, by ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def package_versions() -> dict[str, str | None]:

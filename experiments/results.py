@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ import yaml
 
 from page4.experiments.atomic import atomic_path, write_json, write_text
 from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
-from page4.experiments.provenance import collect_provenance
+from page4.experiments.provenance import collect_provenance, now
 from page4.experiments.samples import SampleStore, to_csv
 from page4.kernels.errors import InputError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 INPUTS_FILE = "inputs.json"
+PROVENANCE_FILE = "provenance.json"
 LOCK_FILE = ".lock"
 
 
@@ -31,10 +33,11 @@ class ResultFolder:
             samples = folder.samples({"prompt": str, "accepted": int}, key=("prompt",))
             ...
             folder.write_json("summary.json", summary)
-            folder.write_provenance()
+            folder.finish()
 
-    Entering creates the folder, locks it against a second process, and writes `config.yaml` and
-    `inputs.json`. A folder that exists is taken up again when both agree with what is there.
+    Entering creates the folder, locks it against a second process, and writes `config.yaml` and `inputs.json`.
+    A folder that exists is taken up again when both agree with what is there. `provenance.json` grows with
+    every run.
 
     Args:
         out: The folder.
@@ -51,6 +54,7 @@ class ResultFolder:
         self.config = config
         self.inputs = dict(inputs or {})
         self._lock: IO[str] | None = None
+        self._runs: list[dict[str, Any]] = []
 
     def __enter__(self) -> ResultFolder:
         if self.path.exists() and not self.path.is_dir():
@@ -58,18 +62,22 @@ class ResultFolder:
         self._check_owner()  # before anything is written
         self.path.mkdir(parents=True, exist_ok=True)
         self._acquire_lock()
-        if not self._check_owner():  # another process may have taken the folder in between
-            write_json(self.path / INPUTS_FILE, self.inputs)
-            write_text(self.path / CONFIG_FILE, yaml.safe_dump(config_to_dict(self.config), sort_keys=False))
+        try:
+            if not self._check_owner():  # another process may have taken the folder in between
+                write_json(self.path / INPUTS_FILE, self.inputs)
+                text = yaml.safe_dump(config_to_dict(self.config), sort_keys=False)
+                write_text(self.path / CONFIG_FILE, text)
+            self._runs = [*self._earlier_runs(), {"started": now(), "finished": None} | collect_provenance()]
+            self._write_provenance()
+        except BaseException:
+            self._release_lock()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            # Closing releases the lock. The empty file stays: removing it could leave two owners.
-            self._lock.close()
-            self._lock = None
+        self._release_lock()
 
     def samples(
         self, columns: Mapping[str, type], key: Sequence[str], name: str = "samples.csv"
@@ -97,10 +105,28 @@ class ResultFolder:
             figure.savefig(temporary, dpi=dpi, bbox_inches="tight")
         return self.path / name
 
-    def write_provenance(self, **extra: Any) -> Path:
-        """Write `provenance.json`: versions, hardware, source, command, time and digests."""
-        record = collect_provenance() | {"config_hash": config_hash(self.config), "inputs": self.inputs}
-        return self.write_json("provenance.json", record | extra)
+    def finish(self, **extra: Any) -> Path:
+        """Note in `provenance.json` that this run has ended, with whatever else is to be said of it.
+
+        The file lists every run that wrote to the folder, from its start on: an interrupted run may have left
+        samples of another version or machine than the run that finished the study.
+        """
+        self._runs[-1] |= {"finished": now()} | extra
+        return self._write_provenance()
+
+    def _write_provenance(self) -> Path:
+        record = {"config_hash": config_hash(self.config), "inputs": self.inputs, "runs": self._runs}
+        return self.write_json(PROVENANCE_FILE, record)
+
+    def _earlier_runs(self) -> list[dict[str, Any]]:
+        file = self.path / PROVENANCE_FILE
+        if not file.exists():
+            return []
+        try:
+            runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{file} is not the record of a study; give --out another folder") from error
+        return runs
 
     def _check_owner(self) -> bool:
         """Whether this configuration owns the folder already; False when the folder is new or empty."""
@@ -132,11 +158,16 @@ class ResultFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
-            self._lock = None
+            self._release_lock()
             raise InputError(
                 f"{self.path} is in use by another process; wait for it or give another --out"
             ) from None
+
+    def _release_lock(self) -> None:
+        # Closing releases the lock. The empty file stays: removing it could leave two owners.
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 def _differing_keys(saved: Any, current: Mapping[str, Any]) -> list[str]:

@@ -57,7 +57,7 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
         _measure(plan_cells(config), measurer, stores, progress or Silent())
         rounds, generations, checks = stores.rounds.rows, stores.generations.rows, stores.checks.rows
         summary = write_report(results, config, rounds, generations, checks)
-        results.write_provenance()
+        results.finish()
     return summary
 
 

@@ -125,12 +125,33 @@ def test_figures_and_tables_are_written_whole(tmp_path: Path) -> None:
         table = folder.write_csv("table.csv", [{"a": 1, "b": None, "unused": 2}], ["a", "b"])
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert table.read_text() == "a,b\n1,\n"
-    assert names(tmp_path) == {".lock", "config.yaml", "inputs.json", "figure.png", "table.csv"}
+    assert names(tmp_path) == {
+        ".lock",
+        "config.yaml",
+        "inputs.json",
+        "provenance.json",
+        "figure.png",
+        "table.csv",
+    }
 
 
-def test_provenance_says_what_was_run(tmp_path: Path) -> None:
+def test_provenance_lists_every_run_also_those_that_were_interrupted(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), ResultFolder(tmp_path, Study(), {"checkpoint": "abc"}):
+        raise KeyboardInterrupt
     with ResultFolder(tmp_path, Study(), {"checkpoint": "abc"}) as folder:
-        record = json.loads(folder.write_provenance(seconds=3.5).read_text())
+        record = json.loads(folder.finish(seconds=3.5).read_text())
     assert record["inputs"] == {"checkpoint": "abc"}
-    assert record["seconds"] == 3.5
     assert len(record["config_hash"]) == 16
+    first, second = record["runs"]
+    assert first["finished"] is None
+    assert second["finished"] >= second["started"] >= first["started"]
+    assert second["seconds"] == 3.5
+    assert first["versions"] == second["versions"]
+
+
+def test_a_damaged_provenance_is_refused(tmp_path: Path) -> None:
+    with ResultFolder(tmp_path, Study()):
+        pass
+    (tmp_path / "provenance.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(InputError, match="not the record of a study"), ResultFolder(tmp_path, Study()):
+        pass
