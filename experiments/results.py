@@ -35,7 +35,7 @@ class ResultFolder:
             folder.write_json("summary.json", summary)
             folder.finish()
 
-    Entering creates the folder, locks it against a second process, and writes `config.yaml` and `inputs.json`.
+    Entering creates the folder, locks it against others, and writes `config.yaml` and `inputs.json`.
     A folder that exists is taken up again when both agree with what is there. `provenance.json` grows with
     every run.
 
