@@ -47,8 +47,8 @@ class CacheConfig:
         num_draft_tokens: K; sets the recurrent slots (K+1) and the raw-key ring.
         max_requests: rows for requests that are open at once.
         max_tokens: tokens that all open requests may hold together (rounded up to pages).
-        index_dtype: dtype of raw and compressed index keys; 16 bits in every study, so that selection itself is
-            never quantised further.
+        index_dtype: dtype of raw and compressed index keys; 16 bits in every study, so that selection itself
+            is never quantised further.
     """
 
     kv_format: str = "fp16"
@@ -60,7 +60,9 @@ class CacheConfig:
     index_dtype: torch.dtype = torch.float16
 
     @classmethod
-    def unquantised(cls, dtype: torch.dtype, max_requests: int, max_tokens: int, num_draft_tokens: int = 3) -> Self:
+    def unquantised(
+        cls, dtype: torch.dtype, max_requests: int, max_tokens: int, num_draft_tokens: int = 3
+    ) -> Self:
         """K/V and index keys in the activations' own dtype: nothing is lost on the way through the cache."""
         return cls(
             kv_format="fp32" if dtype == torch.float32 else "fp16",
@@ -105,6 +107,7 @@ class BlockTables:
         self._closed.append(request)
 
     def pages(self, request: int) -> RequestPages:
+        """The request and its block table."""
         return RequestPages(request, self._tables[request])
 
     def check(self) -> None:
@@ -180,7 +183,11 @@ class HybridCache:
     """
 
     def __init__(
-        self, geometry: CacheGeometry, config: CacheConfig, activation_dtype: torch.dtype, device: torch.device
+        self,
+        geometry: CacheGeometry,
+        config: CacheConfig,
+        activation_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         for name in ("max_requests", "max_tokens"):
             if getattr(config, name) < 1:
@@ -282,7 +289,8 @@ def _scales(
         have = len(scales.target) if scales is not None else 0
         if scales is None or have != layers:
             raise InputError(
-                f"KV format {target.name} needs a K and a V scale for each of {layers} QSA layers, {have} given"
+                f"KV format {target.name} needs a K and a V scale for each of {layers} QSA layers, "
+                f"{have} given"
             )
     if draft.needs_scale and geometry.has_draft and (scales is None or scales.draft is None):
         raise InputError(f"draft KV format {draft.name} needs its own K and V scale, none given")

@@ -28,6 +28,7 @@ class KVFormat:
 
     @property
     def bytes_per_value(self) -> int:
+        """Stored bytes of one component."""
         return self.storage.itemsize
 
 

@@ -1,7 +1,7 @@
 """Recurrent state of requests under speculation: K+1 slots each, so that rejection is an index, never a copy.
 
-After a decode step over rows 0..K, slot t holds the state *after row t*. If a drafts were accepted, the next step
-reads slot a. A prefill chunk leaves its final state in slot 0.
+After a decode step over rows 0..K, slot t holds the state *after row t*. If a drafts were accepted, the next
+step reads slot a. A prefill chunk leaves its final state in slot 0.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ class Qwen4ExpForCausalLM(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.lm_head = (
-            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         self.mtp = MTPHead(config) if config.mtp_num_hidden_layers else None
 
@@ -65,6 +67,7 @@ class Qwen4ExpForCausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.model.embed_tokens.weight.device
 
     @property
@@ -137,7 +140,9 @@ class Qwen4ExpForCausalLM(nn.Module):
             raise InputError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, tokens]")
         batch_size, length = input_ids.shape
         cache = self.new_cache(
-            CacheConfig.unquantised(self.dtype, max_requests=batch_size, max_tokens=batch_size * (length + 16))
+            CacheConfig.unquantised(
+                self.dtype, max_requests=batch_size, max_tokens=batch_size * (length + 16)
+            )
         )
         segments = []
         for ids in input_ids:

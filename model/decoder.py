@@ -34,7 +34,9 @@ class DecoderLayer(nn.Module):
         self.attn_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
 
-    def forward(self, residual: Tensor, batch: RowBatch, cos: Tensor, sin: Tensor, cache: LayerCache) -> Tensor:
+    def forward(
+        self, residual: Tensor, batch: RowBatch, cos: Tensor, sin: Tensor, cache: LayerCache
+    ) -> Tensor:
         """Rows of a step ``[N, S*H] -> [N, S*H]``."""
         if self.ple is not None:
             assert isinstance(cache.ple, ConvSlots)

@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         return g, self.in_proj_b(x).float().sigmoid()
 
     def heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """SiLU and split of the convolution's output ``[..., C]`` into q, k ``[..., Hk, Dk]``, v ``[..., Hv, Dv]``."""
+        """SiLU of the convolution's ``[..., C]``, split into q, k ``[..., Hk, Dk]``, v ``[..., Hv, Dv]``."""
         q, k, v = F.silu(convolved).split(self.split, -1)
         return (
             q.unflatten(-1, (self.key_heads, self.key_dim)),

@@ -17,8 +17,12 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * intermediate, hidden) * 0.5 / math.sqrt(hidden))
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, intermediate) * 0.1 / math.sqrt(intermediate))
+        self.gate_up_proj = nn.Parameter(
+            torch.randn(experts, 2 * intermediate, hidden) * 0.5 / math.sqrt(hidden)
+        )
+        self.down_proj = nn.Parameter(
+            torch.randn(experts, hidden, intermediate) * 0.1 / math.sqrt(intermediate)
+        )
 
 
 class SharedExpert(nn.Module):
@@ -31,12 +35,14 @@ class SharedExpert(nn.Module):
         self.down_proj = projection(hidden, intermediate, gain=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Rows ``[N, H]`` to ``[N, H]``."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MoE(nn.Module):
-    """``y = sum_topk w_e expert_e(x) + sigmoid(g . x) shared(x)``; router softmax in FP32, top-k renormalised.
+    """``y = sum_topk w_e expert_e(x) + sigmoid(g . x) shared(x)``.
 
+    The router's softmax is in FP32, its top-k weights are renormalised.
     Source: Qwen4Exp reference implementation (transformers).
     """
 

@@ -17,9 +17,10 @@ from .weights import Weight, projection
 class MTPHead(nn.Module):
     """Row p takes token x_{p+1} and the residual streams R_p and predicts x_{p+2}.
 
-    ``R_c = W_h norm(R)_c + W_e norm(embed(x))`` for every stream c, with *one* norm over all S*H values; then a
-    decoder layer without PLE and the head's own final mixer. Draft step 0 reads the target's streams, later steps
-    the head's own. Embedding and LM head are the target's. Source: the MTP layout of Qwen4Exp in vLLM and SGLang.
+    ``R_c = W_h norm(R)_c + W_e norm(embed(x))`` for every stream c, with *one* norm over all S*H values; then
+    a decoder layer without PLE and the head's own final mixer. Draft step 0 reads the target's streams, later
+    steps the head's own. Embedding and LM head are the target's.
+    Source: the MTP layout of Qwen4Exp in vLLM and SGLang.
     """
 
     def __init__(self, config: Qwen4ExpConfig) -> None:
@@ -34,7 +35,7 @@ class MTPHead(nn.Module):
         self.hyper_connection_mixer = HyperConnection(config, inject=False)
 
     def combine(self, embedding: Tensor, streams: Tensor) -> Tensor:
-        """Joins token embeddings ``[N, H]`` and streams ``[N, S*H]`` into the layer's residual ``[N, S*H]``."""
+        """Joins token embeddings ``[N, H]`` and streams ``[N, S*H]`` into a residual ``[N, S*H]``."""
         e = self.fc_embedding(rms_norm_zero_centred(embedding, self.pre_fc_norm_embedding.weight, self.eps))
         normed = rms_norm_zero_centred(streams, self.pre_fc_norm_hidden.weight, self.eps)
         h = self.fc_hidden(normed.unflatten(-1, (self.streams, -1)))  # [N, S, H]

@@ -39,8 +39,8 @@ class NGramEmbedding(nn.Module):
     """Embeds the 2- to n-grams that end at a token by multiply-xor hashing into prime-sized tables.
 
     ``m_k = xor_{i<k} ctx_i * M_i``; head h of the k-grams reads row ``m_k mod prime_h + offset_h``; the heads
-    are concatenated. The context of a token is cut at an EOS *before* it and starts with EOS. ``index`` counts
-    the PLE layers before this one: every layer draws further primes and its own multipliers.
+    are concatenated. The context of a token is cut at an EOS *before* it and starts with EOS. ``index``
+    counts the PLE layers before this one: every layer draws further primes and its own multipliers.
     Source: Qwen4Exp reference implementation (transformers).
     """
 
@@ -58,7 +58,9 @@ class NGramEmbedding(nn.Module):
         offsets = [sum(sizes[:i]) for i in range(total)]
         half = max(1, ((1 << 63) - 1) // config.vocab_size // 2)
         base = config.seed + 10007 * index
-        multipliers = [2 * (splitmix64((base + _GOLDEN * (i + 1)) & _MASK64) % half) + 1 for i in range(self.n)]
+        multipliers = [
+            2 * (splitmix64((base + _GOLDEN * (i + 1)) & _MASK64) % half) + 1 for i in range(self.n)
+        ]
         self.register_buffer("layer_multipliers", torch.tensor(multipliers))
         self.register_buffer("ngram_heads_vocab_sizes", torch.tensor(sizes))
         self.register_buffer("ngram_heads_offsets", torch.tensor(offsets))

@@ -16,8 +16,8 @@ from .config import Qwen4ExpConfig
 from .rows import RowBatch, Segment
 from .weights import Weight, projection
 
-# Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more masked
-# products; a decode step always forms one group per request.
+# Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more
+# masked products; a decode step always forms one group per request.
 PREFILL_ROWS_PER_GROUP = 64
 
 
@@ -38,7 +38,7 @@ class Indexer(nn.Module):
         self.k_layernorm = Weight(self.head_dim)
 
     def query(self, projected: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normalised, rotated index queries ``[N, Hi, Di]`` from ``index_qk_proj``'s output ``[N, (Hi+1) Di]``."""
+        """Normalised, rotated index queries ``[N, Hi, Di]`` from projections ``[N, (Hi+1) Di]``."""
         q = projected[..., : self.heads * self.head_dim].unflatten(-1, (self.heads, self.head_dim))
         return apply_rope(rms_norm_zero_centred(q, self.q_layernorm.weight, self.eps), cos, sin)
 
@@ -50,8 +50,8 @@ class Indexer(nn.Module):
 class QSAttention(nn.Module):
     """Grouped-query attention over the selected blocks and the incomplete tail, with a sigmoid output gate.
 
-    ``q_proj`` rows are, per head, the query then the gate. q and k pass a zero-centred norm per head and a partial
-    rotary embedding. Source: Qwen4Exp reference implementation (transformers).
+    ``q_proj`` rows are, per head, the query then the gate. q and k pass a zero-centred norm per head and a
+    partial rotary embedding. Source: Qwen4Exp reference implementation (transformers).
     """
 
     def __init__(self, config: Qwen4ExpConfig) -> None:
@@ -70,7 +70,7 @@ class QSAttention(nn.Module):
         self.indexer = Indexer(config)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query ``[N, Hq, D]``, key and value ``[N, Hkv, D]``, output gate ``[N, Hq*D]`` of rows ``[N, H]``."""
+        """Query ``[N, Hq, D]``, key, value ``[N, Hkv, D]`` and output gate ``[N, Hq*D]`` of ``[N, H]``."""
         q, gate = self.q_proj(x).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))

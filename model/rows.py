@@ -18,11 +18,11 @@ class Segment:
         request: the request's row in the cache.
         position: position of the first token; everything before it is in the cache.
         token_ids: the tokens, ``[T]`` int64.
-        preceding: the ``ngram_size - 1`` token ids before ``position``, oldest first, EOS where the text had not
-            begun.
-        decode: the phase, given by the caller and never inferred from the number of rows. A decode segment
-            keeps the recurrent state after *every* row (speculation may stop at any of them); a prefill segment
-            keeps the state after its last row only.
+        preceding: the ``ngram_size - 1`` token ids before ``position``, oldest first, EOS where the text had
+            not begun.
+        decode: the phase, given by the caller and never inferred from the number of rows. A decode
+            segment keeps the recurrent state after *every* row (speculation may stop at any of them); a prefill
+            segment keeps the state after its last row only.
         read_slot: recurrent slot holding the state before ``position``.
     """
 
@@ -35,6 +35,7 @@ class Segment:
 
     @property
     def length(self) -> int:
+        """Number of rows T."""
         return self.token_ids.shape[0]
 
 
@@ -50,6 +51,7 @@ class RowGroup:
 
     @property
     def stop(self) -> int:
+        """Packed row after the group's last."""
         return self.start + self.length * self.requests.shape[0]
 
     def rows_of(self, x: Tensor) -> Tensor:

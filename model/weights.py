@@ -18,6 +18,7 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(mean + std * torch.randn(shape) if std else torch.full(shape, mean))
 
     def forward(self) -> Tensor:
+        """The parameter itself."""
         return self.weight
 
 

@@ -24,7 +24,8 @@ class DecoderConfig:
     """How to decode.
 
     Attributes:
-        kv_format, draft_kv_format, scales: formats of the target's and the draft's K/V, and their static scales.
+        kv_format, draft_kv_format, scales: formats of the target's and the draft's K/V, and their
+            static scales.
         num_draft_tokens: K, 0 to 7; 0 decodes one token a step without drafting.
         prefill_chunk: prompt tokens a request advances by in one step.
         max_length: tokens one request may reach, prompt and output together.
@@ -116,9 +117,9 @@ class SpeculativeDecoder:
                 (-1: none).
             prefill_to: for prefilling requests (by cache row), the length to reach.
         Returns:
-            By cache row, target logits ``[rows, V]`` of a decoding request, or ``[1, V]`` of the last row of a
-            prefilling one. The recurrent slot to read next is set for prefilling requests only; a decoding one
-            needs its number of accepted drafts first.
+            By cache row, target logits ``[rows, V]`` of a decoding request, or ``[1, V]`` of the last row
+            of a prefilling one. The recurrent slot to read next is set for prefilling requests only; a
+            decoding one needs its number of accepted drafts first.
         """
         segments = []
         for request in requests:
@@ -144,7 +145,9 @@ class SpeculativeDecoder:
         wanted = []
         for request in requests:
             rows = batch.rows(request.row)
-            wanted.append(streams[rows] if request.phase is Phase.DECODE else streams[rows.stop - 1 : rows.stop])
+            wanted.append(
+                streams[rows] if request.phase is Phase.DECODE else streams[rows.stop - 1 : rows.stop]
+            )
             new = streams[rows]
             if request.phase is Phase.PREFILL:
                 request.computed += new.shape[0]
@@ -205,10 +208,14 @@ class SpeculativeDecoder:
             if not segments:
                 break
             batch = RowBatch.pack(segments, self.model.device)
-            streams = self.model.draft_rows(batch, torch.cat([parts[s.request] for s in batch.segments]), self.cache)
+            streams = self.model.draft_rows(
+                batch, torch.cat([parts[s.request] for s in batch.segments]), self.cache
+            )
             if tokens == 0:
                 break
-            ends = torch.tensor([batch.rows(s.request).stop - 1 for s in batch.segments], device=streams.device)
+            ends = torch.tensor(
+                [batch.rows(s.request).stop - 1 for s in batch.segments], device=streams.device
+            )
             last = streams[ends]
             picked = self.model.draft_logits(last).argmax(-1).tolist()
             parts = {s.request: last[i : i + 1] for i, s in enumerate(batch.segments)}
@@ -223,7 +230,7 @@ class SpeculativeDecoder:
         return drafts
 
     def rewind(self, request: Request, to: Request) -> None:
-        """Puts a request back where a copy of it stood (see :func:`copy_of`); K/V rows beyond are rewritten later."""
+        """Puts a request back where :func:`copy_of` found it; K/V rows beyond are rewritten later."""
         request.__dict__.update(to.__dict__)
 
     def now(self) -> float:
@@ -234,5 +241,5 @@ class SpeculativeDecoder:
 
 
 def copy_of(request: Request) -> Request:
-    """A request as it stands: its token list is copied, its tensors are shared (they are never written to)."""
+    """A request as it stands: token lists are copied, tensors, never written to, are shared."""
     return replace(request, tokens=list(request.tokens), accepted=list(request.accepted))

@@ -61,7 +61,8 @@ def generate(
     for i, prompt in enumerate(prompts):
         if len(prompt) + max_new_tokens > limit:
             raise InputError(
-                f"prompt {i} has {len(prompt)} tokens and {max_new_tokens} more are asked for, max_length is {limit}"
+                f"prompt {i} has {len(prompt)} tokens and {max_new_tokens} more are asked for, "
+                f"max_length is {limit}"
             )
     stats = GenerationStats()
     results: dict[int, Generation] = {}
@@ -73,7 +74,9 @@ def generate(
             while waiting and len(running) < decoder.config.max_requests:
                 index, prompt = waiting.popleft()
                 running[index] = decoder.open(prompt)
-            drafts = _step(decoder, list(running.values()), drafts, max_new_tokens, set(stop_token_ids), stats)
+            drafts = _step(
+                decoder, list(running.values()), drafts, max_new_tokens, set(stop_token_ids), stats
+            )
             for index in [i for i, r in running.items() if r.phase is Phase.FINISHED]:
                 request = running.pop(index)
                 results[index] = Generation(request.emitted, request.accepted)

@@ -27,8 +27,8 @@ class Request:
         phase: see :class:`Phase`.
         computed: tokens whose K/V and states are in the target's caches.
         read_slot: recurrent slot that holds the state after ``computed`` tokens.
-        undrafted: target streams ``[m, S*H]`` of the last m computed rows, which the draft layer has not seen; a row
-            can be drafted once the token after it is known.
+        undrafted: target streams ``[m, S*H]`` of the last m computed rows, which the draft layer has not
+            seen; a row can be drafted once the token after it is known.
         accepted: drafts accepted in each verification.
     """
 

@@ -1,11 +1,12 @@
 """The primary metric: one speculative round from each of many prefixes of real text.
 
-Free-running generation drifts from the text and loops, which inflates acceptance. Here every round starts from
-text somebody wrote: prefill to the prefix, draft, verify, count, and then go on with the text itself.
+Free-running generation drifts from the text and loops, which inflates acceptance. Here every round starts
+from text somebody wrote: prefill to the prefix, draft, verify, count, and then go on with the text itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def measure_rounds(
         InputError: prefixes not ascending, a text too short, no drafts to verify, no texts, or too many.
     """
     prefixes = list(prefix_lengths)
-    if not prefixes or prefixes[0] < 1 or any(b <= a for a, b in zip(prefixes, prefixes[1:], strict=False)):
+    if not prefixes or prefixes[0] < 1 or any(b <= a for a, b in itertools.pairwise(prefixes)):
         raise InputError(f"prefix lengths {prefixes} are not ascending from at least 1")
     for i, text in enumerate(texts):
         if len(text) < prefixes[-1]:
@@ -82,7 +83,7 @@ def measure_rounds(
 
 
 def _read(decoder: SpeculativeDecoder, requests: Sequence[Request], length: int) -> dict[int, Tensor]:
-    """Prefills real text up to ``length``; the draft layer stays one row behind, its next token being open."""
+    """Prefills real text up to ``length``; the draft layer stays a row behind, its next token open."""
     logits: dict[int, Tensor] = {}
     texts = [request.tokens for request in requests]
     while requests[0].computed < length:
@@ -97,7 +98,7 @@ def _read(decoder: SpeculativeDecoder, requests: Sequence[Request], length: int)
 
 
 def _round(decoder: SpeculativeDecoder, requests: Sequence[Request], logits: dict[int, Tensor]) -> list[int]:
-    """Accepted drafts of one round per request; leaves everything as it was, but for rows that are rewritten."""
+    """Accepted drafts of a round per request; leaves all as it was, but for rows that are rewritten."""
     before = [copy_of(request) for request in requests]
     states = [decoder.cache.snapshot(request.row) for request in requests]
     next_tokens = torch.stack([logits[request.row][-1] for request in requests]).argmax(-1).tolist()
