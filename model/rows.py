@@ -21,8 +21,8 @@ class Segment:
         preceding: the ``ngram_size - 1`` token ids before ``position``, oldest first, EOS where the text had
             not begun.
         decode: the phase, given by the caller and never inferred from the number of rows. A decode
-            segment keeps the recurrent state after *every* row (speculation may stop at any of them); a prefill
-            segment keeps the state after its last row only.
+            segment keeps the recurrent state after *every* row (speculation may stop at any of them); a
+            prefill segment keeps the state after its last row only.
         read_slot: recurrent slot holding the state before ``position``.
     """
 

@@ -19,8 +19,8 @@ def calibrate_scales(
 ) -> KVScales:
     """Smallest FP32 scales that keep every |K| and |V| of the texts within the format, per layer.
 
-    K is observed as cached (after norm and RoPE), V as projected, in an FP16 cache: of the target's QSA layers
-    and of the MTP layer, whose rows see the target's streams and the true next token.
+    K is observed as cached (after norm and RoPE), V as projected, in an FP16 cache, of the target's QSA
+    layers and of the MTP layer, whose rows see the target's streams and the true next token.
 
     Args:
         texts: token ids, run one after the other.
