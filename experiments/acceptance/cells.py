@@ -45,7 +45,8 @@ def plan_cells(config: AcceptanceConfig) -> list[Cell]:
             tokens = len(prompts) * (length + config.rounds_span)
             for arm in _rotated(config.all_arms, turn + batch):
                 cells.append(Cell("rounds", arm, length, batch, prompts, tokens))
-        for prompt in range(min(config.generation_prompts, config.num_prompts)):
+        limit = config.generation_max_length or length
+        for prompt in range(min(config.generation_prompts, config.num_prompts) if length <= limit else 0):
             tokens = length + config.generation_tokens
             for arm in _rotated(config.all_arms, turn + prompt):
                 cells.append(Cell("generation", arm, length, prompt, (prompt,), tokens))

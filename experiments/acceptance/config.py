@@ -56,7 +56,8 @@ class AcceptanceConfig:
         num_draft_tokens: K, drafts per round.
         prefill_chunk: Tokens per prefill step.
         calibration_tokens: How much of each prompt's beginning the KV scales are calibrated from.
-        generation_prompts: Prompts per length that are continued freely, one at a time, for speed.
+        generation_prompts: Prompts per length that are continued freely, one at a time.
+        generation_max_length: Longest context that is continued; 0 means every one.
         generation_tokens: New tokens of such a continuation.
         max_repeated_4grams: A continuation in which more of the 4-grams are repetitions counts as degenerate:
             it is left out of the free-running acceptance, and counted.
@@ -84,6 +85,7 @@ class AcceptanceConfig:
     prefill_chunk: int = 2048
     calibration_tokens: int = 512
     generation_prompts: int | None = None
+    generation_max_length: int | None = None
     generation_tokens: int = 64
     max_repeated_4grams: float = 0.2
     check_prompts: int = 2
@@ -93,7 +95,6 @@ class AcceptanceConfig:
     QUICK: ClassVar[dict[str, Any]] = {
         "lengths": (1024, 2048),
         "num_prompts": 3,
-        "batch_size": 3,
         "rounds_per_prompt": 12,
         "generation_prompts": 1,
         "generation_tokens": 32,
@@ -102,15 +103,17 @@ class AcceptanceConfig:
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
             "lengths": (1024, 2048, 4096, 8192, 16384),
-            "num_prompts": 4,
-            "batch_size": 2,
-            "generation_prompts": 1,
+            "num_prompts": 3,
+            "batch_size": 1,
+            "generation_prompts": 2,
+            "generation_max_length": 2048,
         },
         "cuda": {
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
             "num_prompts": 256,
             "batch_size": 32,
             "generation_prompts": 8,
+            "generation_max_length": 0,
         },
     }
 
@@ -180,6 +183,7 @@ _LEAST = {
     "prefill_chunk": 1,
     "calibration_tokens": 1,
     "generation_prompts": 0,
+    "generation_max_length": 0,
     "generation_tokens": 1,
     "check_prompts": 0,
     "resamples": 100,

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
-from page4.experiments.acceptance.summary import (
-    METRIC_COLUMNS,
-    Metrics,
-    checks_summary,
-    is_degenerate,
-    summarise,
-)
+from page4.experiments.acceptance.metrics import METRIC_COLUMNS, Metrics
+from page4.experiments.acceptance.summary import checks_summary, is_degenerate, summarise
 from page4.experiments.acceptance.table import markdown_table, table_rows
 from page4.experiments.plots import (
     Series,

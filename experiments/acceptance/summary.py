@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
+from page4.experiments.acceptance.metrics import ALL_LENGTHS, ALL_TEXTS, Metric, Metrics
 from page4.experiments.samples import Row
 from page4.experiments.statistics import (
     Estimate,
@@ -22,70 +22,7 @@ from page4.experiments.statistics import (
     weighted_median,
 )
 
-ALL_LENGTHS = "all"
-ALL_TEXTS = "all"
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One estimated quantity and what it is about.
-
-    Attributes:
-        name: The quantity. `<name>_difference` and `<name>_change` compare an arm with the baseline on the
-            same prompts: arm - baseline and arm / baseline - 1.
-        arm: The arm.
-        length: Context length in tokens, or "all" of them together.
-        text: Name of a text, or "all".
-        position: Draft position 1..K; None where the quantity is about the whole round.
-        unit: "fraction", "points" (percentage points), "percent", "tokens", "tokens/s" or "ms".
-        estimate: Value and interval. Clusters are prompts; for prefill rates they are batches.
-    """
-
-    name: str
-    arm: str
-    length: int | str
-    text: str
-    position: int | None
-    unit: str
-    estimate: Estimate
-
-    def to_row(self) -> Row:
-        """A flat record for `summary.csv` and `summary.json`."""
-        about = {"metric": self.name, "arm": self.arm, "length": self.length, "text": self.text}
-        return about | {"position": self.position, "unit": self.unit} | self.estimate.to_json()
-
-
-_NOT_MEASURED = Estimate(math.nan, math.nan, math.nan, 0)
-
-METRIC_COLUMNS = ("metric", "arm", "length", "text", "position", "unit", "value", "low", "high", "clusters")
-
-
-class Metrics:
-    """The metrics of a study, found by what they are about."""
-
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self.all = list(metrics)
-        self._found = {(m.name, m.arm, m.length, m.text, m.position): m.estimate for m in self.all}
-
-    @property
-    def texts(self) -> list[str]:
-        """Names of the texts, ascending."""
-        return sorted({metric.text for metric in self.all} - {ALL_TEXTS})
-
-    def get(
-        self, name: str, arm: str, length: int | str, position: int | None = None, text: str = ALL_TEXTS
-    ) -> Estimate:
-        """The estimate; all NaN, of no clusters, when the study did not measure it."""
-        return self._found.get((name, arm, length, text, position), _NOT_MEASURED)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Per prompt, in the order of their ids: rounds, accepted tokens, rounds that reached each position."""
-
-    rounds: NDArray[np.int64]  # [N]
-    accepted: NDArray[np.int64]  # [N]
-    reached: NDArray[np.int64]  # [N, K]
+Array = NDArray[np.float64]
 
 
 def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequence[Row]) -> Metrics:
@@ -98,123 +35,156 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
     """
     estimator = _Estimator(config)
     assert config.lengths is not None
-    metrics: list[Metric] = []
-    texts = sorted({row["text"] for row in rounds})
     lengths: list[int | str] = [*config.lengths, ALL_LENGTHS]
+    metrics: list[Metric] = []
     for length in lengths:
         chosen = [row for row in rounds if length in (row["length"], ALL_LENGTHS)]
         metrics += estimator.acceptance(chosen, length, ALL_TEXTS)
-    for text in texts:
+        metrics += estimator.by_position(chosen, length)
+    for text in sorted({row["text"] for row in rounds}):
         metrics += estimator.acceptance([row for row in rounds if row["text"] == text], ALL_LENGTHS, text)
     for length in config.lengths:
-        metrics += estimator.prefill([row for row in rounds if row["length"] == length], length)
+        metrics += estimator.speed([row for row in rounds if row["length"] == length], length)
         metrics += estimator.generation([row for row in generations if row["length"] == length], length)
     return Metrics(metrics)
 
 
+@dataclass(frozen=True)
+class _Counts:
+    """Per prompt, in the order of their ids: rounds, accepted tokens, rounds that reached each position."""
+
+    rounds: NDArray[np.int64]  # [N]
+    accepted: NDArray[np.int64]  # [N]
+    reached: NDArray[np.int64]  # [N, K]
+
+
 class _Estimator:
+    """Makes metrics of rows that belong together: a length, a text."""
+
     def __init__(self, config: AcceptanceConfig) -> None:
         self._config = config
-        self._arms = config.all_arms
-
-    def _estimate(self, statistic: Statistic, clusters: int) -> Estimate:
-        config = self._config
-        return bootstrap(
-            statistic, clusters, resamples=config.resamples, confidence=config.confidence, seed=config.seed
-        )
+        self._base = config.baseline
+        self._others = config.all_arms[1:]
 
     def acceptance(self, rows: Sequence[Row], length: int | str, text: str) -> list[Metric]:
-        """Acceptance, also by draft position, and tokens per step: of every arm, and against the baseline."""
+        """Acceptance and tokens per step, of every arm and against the baseline."""
+        counts = self._counts(rows)
         drafts = self._config.num_draft_tokens
-        counts = {arm: self._counts(arm, rows) for arm in self._arms}
-        metrics: list[Metric] = []
-
-        def add(name: str, arm: Arm, unit: str, statistic: Statistic, position: int | None = None) -> None:
-            estimate = self._estimate(statistic, len(counts[arm].rounds))
-            if unit in ("points", "percent"):
-                estimate = estimate.scaled(100)
-            metrics.append(Metric(name, arm.name, length, text, position, unit, estimate))
-
         mean = {arm: ratio(c.accepted, c.rounds * drafts) for arm, c in counts.items()}
         emitted = {arm: ratio(c.accepted + c.rounds, c.rounds) for arm, c in counts.items()}
-        for arm in self._arms:
-            add("acceptance", arm, "fraction", mean[arm])
-            add("tokens_per_step", arm, "tokens", emitted[arm])
-        for arm in self._arms[1:]:
-            base = self._config.baseline
-            add("acceptance_difference", arm, "points", difference(mean[arm], mean[base]))
-            add("acceptance_change", arm, "percent", relative_difference(mean[arm], mean[base]))
-            add("tokens_per_step_change", arm, "percent", relative_difference(emitted[arm], emitted[base]))
-        for index in range(drafts if text == ALL_TEXTS else 0):
-            share = {arm: ratio(c.reached[:, index], c.rounds) for arm, c in counts.items()}
-            for arm in self._arms:
-                add("acceptance_at", arm, "fraction", share[arm], index + 1)
-            for arm in self._arms[1:]:
-                against = difference(share[arm], share[self._arms[0]])
-                add("acceptance_at_difference", arm, "points", against, index + 1)
+        prompts = len(counts[self._base].rounds)
+
+        def metric(name: str, arm: Arm, unit: str, statistic: Statistic) -> Metric:
+            return Metric(name, arm.name, length, text, None, unit, self._estimate(statistic, prompts, unit))
+
+        metrics = [metric("acceptance", arm, "fraction", mean[arm]) for arm in counts]
+        metrics += [metric("tokens_per_step", arm, "tokens", emitted[arm]) for arm in counts]
+        for arm in self._others:
+            of_mean, of_emitted = (mean[arm], mean[self._base]), (emitted[arm], emitted[self._base])
+            metrics += [
+                metric("acceptance_difference", arm, "points", difference(*of_mean)),
+                metric("acceptance_change", arm, "percent", relative_difference(*of_mean)),
+                metric("tokens_per_step_change", arm, "percent", relative_difference(*of_emitted)),
+            ]
         return metrics
 
-    def prefill(self, rows: Sequence[Row], length: int) -> list[Metric]:
-        """Prefill tokens per second, the median over batches."""
-        rates = {arm.name: self._prefill_rates(arm, rows) for arm in self._arms}
-        return self._timings("prefill_rate", "tokens/s", rates, length)
+    def by_position(self, rows: Sequence[Row], length: int | str) -> list[Metric]:
+        """Share of rounds whose first j drafts were accepted, of every arm and against the baseline."""
+        counts = self._counts(rows)
+        prompts = len(counts[self._base].rounds)
+        metrics = []
+        for index in range(self._config.num_draft_tokens):
+            share = {arm: ratio(c.reached[:, index], c.rounds) for arm, c in counts.items()}
+            statistics = [("acceptance_at", arm, "fraction", share[arm]) for arm in counts]
+            statistics += [
+                ("acceptance_at_difference", arm, "points", difference(share[arm], share[self._base]))
+                for arm in self._others
+            ]
+            for name, arm, unit, statistic in statistics:
+                estimate = self._estimate(statistic, prompts, unit)
+                metrics.append(Metric(name, arm.name, length, ALL_TEXTS, index + 1, unit, estimate))
+        return metrics
+
+    def speed(self, rows: Sequence[Row], length: int) -> list[Metric]:
+        """Prefill and decode rates and step times of the rounds; a step is a round of the whole batch."""
+        measures: list[tuple[str, str, Callable[[Sequence[Row]], float]]] = [
+            (
+                "prefill_rate",
+                "tokens/s",
+                lambda batch: batch[0]["prefill_tokens"] / batch[0]["prefill_seconds"],
+            ),
+            ("decode_rate", "tokens/s", lambda batch: _emitted(batch) / float(_steps(batch).sum())),
+            ("step_p50", "ms", lambda batch: 1000 * float(np.quantile(_steps(batch), 0.5))),
+            ("step_p90", "ms", lambda batch: 1000 * float(np.quantile(_steps(batch), 0.9))),
+        ]
+        metrics = []
+        batches = {arm: _grouped(_of(arm, rows), "batch") for arm in self._config.all_arms}
+        for name, unit, measure in measures:
+            values = {arm: np.array([measure(batch) for batch in b.values()]) for arm, b in batches.items()}
+            metrics += self._medians(name, unit, values, length)
+        return metrics
 
     def generation(self, rows: Sequence[Row], length: int) -> list[Metric]:
-        """Speed of free generation, the median over prompts, and acceptance of what did not degenerate."""
+        """Speed of free generation, and acceptance of the continuations that did not degenerate."""
         if not rows:
             return []
-        by_arm = {arm.name: [row for row in rows if row["arm"] == arm.name] for arm in self._arms}
+        by_arm = {arm: sorted(_of(arm, rows), key=lambda row: row["prompt"]) for arm in self._config.all_arms}
         metrics: list[Metric] = []
         for name, column, unit in (
-            ("decode_rate", "decode_tokens_per_s", "tokens/s"),
-            ("step_p50", "step_p50_ms", "ms"),
-            ("step_p90", "step_p90_ms", "ms"),
+            ("generation_decode_rate", "decode_tokens_per_s", "tokens/s"),
+            ("generation_step_p50", "step_p50_ms", "ms"),
+            ("generation_step_p90", "step_p90_ms", "ms"),
         ):
-            values = {arm: np.array([row[column] for row in of_arm]) for arm, of_arm in by_arm.items()}
-            metrics += self._timings(name, unit, values, length)
-        for arm, of_arm in by_arm.items():
-            kept = [row for row in of_arm if not is_degenerate(self._config, row)]
+            values = {arm: np.array([row[column] for row in chosen]) for arm, chosen in by_arm.items()}
+            metrics += self._medians(name, unit, values, length)
+        for arm, chosen in by_arm.items():
+            kept = [row for row in chosen if not is_degenerate(self._config, row)]
             if kept:
                 drafted = [row["steps"] * self._config.num_draft_tokens for row in kept]
-                estimate = self._estimate(ratio([row["accepted"] for row in kept], drafted), len(kept))
-                metrics.append(
-                    Metric("generation_acceptance", arm, length, ALL_TEXTS, None, "fraction", estimate)
-                )
+                statistic = ratio([row["accepted"] for row in kept], drafted)
+                estimate = self._estimate(statistic, len(kept), "fraction")
+                about = ("generation_acceptance", arm.name, length, ALL_TEXTS, None, "fraction")
+                metrics.append(Metric(*about, estimate))
         return metrics
 
-    def _timings(
-        self, name: str, unit: str, values: dict[str, NDArray[np.float64]], length: int
-    ) -> list[Metric]:
+    def _medians(self, name: str, unit: str, values: Mapping[Arm, Array], length: int) -> list[Metric]:
         """Medians, and medians of the quotients to the baseline's value of the same batch or prompt."""
-        base = values[self._arms[0].name]
-        metrics = []
-        for arm in self._arms:
-            median = self._estimate(weighted_median(values[arm.name]), len(base))
-            metrics.append(Metric(name, arm.name, length, ALL_TEXTS, None, unit, median))
-        for arm in self._arms[1:]:
-            change = self._estimate(weighted_median(values[arm.name] / base - 1), len(base)).scaled(100)
-            metrics.append(Metric(f"{name}_change", arm.name, length, ALL_TEXTS, None, "percent", change))
-        return metrics
+        base = values[self._base]
+        statistics = [(name, arm, unit, values[arm]) for arm in values]
+        statistics += [(f"{name}_change", arm, "percent", values[arm] / base - 1) for arm in self._others]
+        return [
+            Metric(
+                title,
+                arm.name,
+                length,
+                ALL_TEXTS,
+                None,
+                its_unit,
+                self._estimate(weighted_median(of_arm), len(base), its_unit),
+            )
+            for title, arm, its_unit, of_arm in statistics
+        ]
 
-    def _counts(self, arm: Arm, rows: Sequence[Row]) -> _Counts:
-        by_prompt: dict[str, list[int]] = {}
-        for row in sorted((row for row in rows if row["arm"] == arm.name), key=lambda row: row["prompt"]):
-            by_prompt.setdefault(row["prompt"], []).append(row["accepted"])
-        positions = np.arange(1, self._config.num_draft_tokens + 1)
-        samples = [np.array(accepted) for accepted in by_prompt.values()]
-        return _Counts(
-            rounds=np.array([len(accepted) for accepted in samples]),
-            accepted=np.array([accepted.sum() for accepted in samples]),
-            reached=np.array([(accepted[:, None] >= positions).sum(axis=0) for accepted in samples]),
+    def _estimate(self, statistic: Statistic, clusters: int, unit: str) -> Estimate:
+        """Value and interval in the unit: statistics are fractions where it is points or percent."""
+        config = self._config
+        estimate = bootstrap(
+            statistic, clusters, resamples=config.resamples, confidence=config.confidence, seed=config.seed
         )
+        return estimate.scaled(100) if unit in ("points", "percent") else estimate
 
-    def _prefill_rates(self, arm: Arm, rows: Sequence[Row]) -> NDArray[np.float64]:
-        batches = {
-            row["batch"]: row["prefill_tokens"] / row["prefill_seconds"]
-            for row in rows
-            if row["arm"] == arm.name
-        }
-        return np.array([batches[batch] for batch in sorted(batches)])
+    def _counts(self, rows: Sequence[Row]) -> dict[Arm, _Counts]:
+        positions = np.arange(1, self._config.num_draft_tokens + 1)
+        counts = {}
+        for arm in self._config.all_arms:
+            prompts = _grouped(_of(arm, rows), "prompt").values()
+            accepted = [np.array([row["accepted"] for row in prompt]) for prompt in prompts]
+            counts[arm] = _Counts(
+                rounds=np.array([len(of_prompt) for of_prompt in accepted]),
+                accepted=np.array([of_prompt.sum() for of_prompt in accepted]),
+                reached=np.array([(of_prompt[:, None] >= positions).sum(axis=0) for of_prompt in accepted]),
+            )
+        return counts
 
 
 def is_degenerate(config: AcceptanceConfig, row: Row) -> bool:
@@ -226,10 +196,31 @@ def checks_summary(checks: Sequence[Row]) -> dict[str, Any]:
     """Per control and arm: prompts, compared items, and how many differ."""
     summary: dict[str, Any] = {}
     for row in checks:
-        of_arm = summary.setdefault(row["check"], {}).setdefault(
-            row["arm"], {"prompts": 0, "compared": 0, "mismatches": 0}
-        )
+        nothing = {"prompts": 0, "compared": 0, "mismatches": 0}
+        of_arm = summary.setdefault(row["check"], {}).setdefault(row["arm"], nothing)
         of_arm["prompts"] += 1
         of_arm["compared"] += row["compared"]
         of_arm["mismatches"] += row["mismatches"]
     return summary
+
+
+def _of(arm: Arm, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm.name]
+
+
+def _grouped(rows: Sequence[Row], column: str) -> dict[Hashable, list[Row]]:
+    """Rows by their value of a column, the values ascending, so that groups of all arms are in one order."""
+    groups: dict[Hashable, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row[column]):
+        groups.setdefault(row[column], []).append(row)
+    return groups
+
+
+def _steps(batch: Sequence[Row]) -> Array:
+    """Seconds of each round of a batch, which all its prompts share."""
+    return np.array(list({row["round"]: row["round_seconds"] for row in batch}.values()))
+
+
+def _emitted(batch: Sequence[Row]) -> int:
+    """Tokens that the rounds of a batch would have emitted: the accepted ones and one more each."""
+    return sum(row["accepted"] + 1 for row in batch)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
-from page4.experiments.acceptance.summary import ALL_LENGTHS, Metrics
+from page4.experiments.acceptance.metrics import ALL_LENGTHS, Metrics
 from page4.experiments.plots import format_tokens
 from page4.experiments.statistics import Estimate
 
@@ -96,8 +96,8 @@ def _notes(config: AcceptanceConfig) -> str:
         f"{config.num_prompts} prompts, {config.rounds_per_prompt} greedy rounds of "
         f"{config.num_draft_tokens} drafts from each at every length, on {config.device}. "
         f"In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts. Differences are "
-        "paired on the prompt. Speeds are medians of paired quotients; decode and step times come from free "
-        "generation, one request at a time."
+        "paired on the prompt. Speeds are medians of paired quotients of batches of "
+        f"{config.batch_size}; a step drafts and verifies for the whole batch."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def test_checks_run_once_per_pair_of_formats_at_the_shortest_length(config: Acce
         ("e4m3", 48, (0,)),
     ]
     assert [arm.name for arm in distinct_formats(config)] == ["fp16", "e4m3"]
+
+
+def test_only_short_contexts_are_continued_where_a_limit_is_set(config: AcceptanceConfig) -> None:
+    limited = dataclasses.replace(config, generation_max_length=96)
+    assert {cell.length for cell in _of(plan_cells(config), "generation")} == {48, 96, 192}
+    assert {cell.length for cell in _of(plan_cells(limited), "generation")} == {48, 96}
 
 
 def test_no_more_continuations_than_prompts() -> None:

@@ -37,6 +37,9 @@ FILES = {
 }
 
 
+SPEEDS = ("prefill", "decode", "step", "generation_decode", "generation_step")
+
+
 class Interrupter:
     """A reporter that interrupts the study after some cells, as Ctrl-C does."""
 
@@ -71,7 +74,7 @@ def _rows(file: Path) -> list[dict[str, str]]:
 
 
 def _untimed_metrics(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    return [m for m in summary["metrics"] if not m["metric"].startswith(("prefill", "decode", "step"))]
+    return [m for m in summary["metrics"] if not m["metric"].startswith(SPEEDS)]
 
 
 def _without_times(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
@@ -138,7 +141,7 @@ def test_controls_find_nothing_on_a_sound_decoder(finished: tuple[Path, dict[str
 
 def test_scales_cover_every_layer_and_are_recorded(finished: tuple[Path, dict[str, Any]]) -> None:
     scales = json.loads((finished[0] / "scales.json").read_text())["e4m3"]
-    assert len(scales["target"]) == 2 and set(scales["draft"]) == {"k", "v"}
+    assert len(scales["target"]) == 1 and set(scales["draft"]) == {"k", "v"}
     assert all(0 < pair[name] < 1 for pair in (*scales["target"], scales["draft"]) for name in ("k", "v"))
 
 
@@ -173,7 +176,7 @@ def test_arms_see_the_same_prompts_and_lengths_the_same_targets(
         assert short[:nonce] == long[:nonce] and short[nonce:] == long[-len(short) + nonce :]
 
 
-@pytest.mark.parametrize("after", [1, 7, 20])
+@pytest.mark.parametrize("after", [1, 16])
 def test_interrupted_study_resumes_to_the_same_result_without_measuring_twice(
     after: int, checkpoint: Path, texts: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -325,7 +328,7 @@ def test_damaged_scales_are_refused(checkpoint: Path, texts: Path, tmp_path: Pat
     scales = json.loads((out / "scales.json").read_text())
     scales["e4m3"]["draft"]["k"] = float("nan")
     (out / "scales.json").write_text(json.dumps(scales), encoding="utf-8")
-    with pytest.raises(InputError, match="k_scale is nan"):
+    with pytest.raises(InputError, match=r"k_scale .* got nan"):
         run(config, out)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.acceptance.measure import rerun_rows
-from page4.experiments.acceptance.summary import ALL_LENGTHS, checks_summary, is_degenerate, summarise
+from page4.experiments.acceptance.metrics import ALL_LENGTHS
+from page4.experiments.acceptance.summary import checks_summary, is_degenerate, summarise
 from page4.experiments.acceptance.table import markdown_table, table_rows
 from page4.experiments.samples import Row
 from tests.experiments.acceptance.tiny_study import tiny_config
@@ -133,6 +134,22 @@ def test_prefill_rate_is_per_batch_and_its_change_paired(config: AcceptanceConfi
     assert metrics.get("prefill_rate_change", "fp16_again", 96).value == 0
 
 
+def test_step_times_and_decode_rate_come_from_the_rounds_of_a_batch(config: AcceptanceConfig) -> None:
+    rows = rounds(_one_less, _equal_seconds)
+    for row in rows:  # 10, 20, 30, 40 ms, all twice as long for E4M3
+        row["round_seconds"] = 0.01 * (1 + row["round"]) * (2 if row["arm"] == "e4m3" else 1)
+    metrics = summarise(config, rows, [])
+    assert metrics.get("step_p50", "fp16", 96).value == pytest.approx(25)
+    assert metrics.get("step_p90", "fp16", 96).value == pytest.approx(37)
+    assert metrics.get("step_p50_change", "e4m3", 96).value == pytest.approx(100)
+    emitted = {
+        "fp16": 2 * (4 + 3 + 2 + 1),
+        "e4m3": 2 * (4 + 3 + 1 + 1),
+    }  # two prompts share the time of a batch
+    assert metrics.get("decode_rate", "fp16", 96).value == pytest.approx(emitted["fp16"] / 0.1)
+    assert metrics.get("decode_rate", "e4m3", 96).value == pytest.approx(emitted["e4m3"] / 0.2)
+
+
 def test_speeds_of_generation_are_medians_over_prompts(config: AcceptanceConfig) -> None:
     speeds = {"fp16": (10.0, 20.0, 90.0), "e4m3": (11.0, 18.0, 99.0), "fp16_again": (10.0, 20.0, 90.0)}
     rows = [
@@ -141,10 +158,12 @@ def test_speeds_of_generation_are_medians_over_prompts(config: AcceptanceConfig)
         for i, speed in enumerate(of_arm)
     ]
     metrics = summarise(config, rounds(_one_less, _equal_seconds), rows)
-    assert metrics.get("decode_rate", "fp16", 48).value == 20
-    assert metrics.get("decode_rate_change", "e4m3", 48).value == pytest.approx(10)  # of +10, -10 and +10 %
-    assert metrics.get("step_p90", "e4m3", 48).value == 12
-    assert math.isnan(metrics.get("decode_rate", "fp16", 96).value)
+    assert metrics.get("generation_decode_rate", "fp16", 48).value == 20
+    assert metrics.get("generation_decode_rate_change", "e4m3", 48).value == pytest.approx(
+        10
+    )  # of +10, -10 and +10 %
+    assert metrics.get("generation_step_p90", "e4m3", 48).value == 12
+    assert math.isnan(metrics.get("generation_decode_rate", "fp16", 96).value)
 
 
 def test_degenerate_continuations_do_not_enter_the_acceptance(config: AcceptanceConfig) -> None:
@@ -161,12 +180,13 @@ def test_table_says_what_was_not_measured_with_a_dash(config: AcceptanceConfig) 
     metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
     rows = table_rows(config, metrics)
     assert [(row["arm"], row["length"]) for row in rows] == [("e4m3", 48), ("e4m3", 96), ("e4m3", "all")]
-    assert rows[0]["decode_rate_change"]["value"] is None
+    assert rows[2]["decode_rate_change"]["value"] is None
     text = markdown_table(config, metrics, {"checks": {}, "generation": {"samples": 0}})
-    (line,) = (line for line in text.splitlines() if line.startswith("| 96 |"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[1:3] == ["50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
-    assert cells[5:9] == ["+0.0 %", "-", "-", "-"]
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    cells = {name: [cell.strip() for cell in line.strip("|").split("|")] for name, line in lines.items()}
+    assert cells["96"][1:3] == ["50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
+    assert cells["96"][5:9] == ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]
+    assert cells["all"][5:9] == ["-", "-", "-", "-"]
 
 
 def test_checks_are_summed_by_control_and_arm() -> None:

@@ -16,11 +16,18 @@ from page4.experiments.acceptance import AcceptanceConfig
 from tests.oracle.tiny import agreeable_model, tiny_dict
 
 WORDS = ("the", "a", "cat", "dog", "sees", "runs", "sleeps", "and", "near", "old", "small", "under", "quick")
+LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "ple_layer_ids": [1],
+}
+"""One layer of each kind: a study is about what is measured, not about depth."""
 
 
 def write_checkpoint(folder: Path, **overrides: Any) -> Path:
     """A random tiny model, whose drafts are accepted now and then, with one token per character."""
     folder.mkdir(parents=True, exist_ok=True)
+    overrides = LAYERS | overrides
     model = agreeable_model(seed=3, **overrides)
     save_file(
         {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
@@ -61,6 +68,7 @@ def tiny_config(checkpoint: Path, texts: Path, **changes: Any) -> AcceptanceConf
         "prefill_chunk": 32,
         "calibration_tokens": 40,
         "generation_prompts": 2,
+        "generation_max_length": 0,
         "generation_tokens": 9,
         "check_prompts": 1,
         "resamples": 200,
