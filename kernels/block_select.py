@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from page4.kernels.errors import InputError
 
-_SCORE_ROWS = 128
+# Per-head scores are Hi times the result; tiles of rows keep them near a CPU's cache, or fill a GPU.
+_TILE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
 
 
 def index_scores(iq: Tensor, compressed: Tensor) -> Tensor:
-    """Score of every compressed key block for every query row.
+    """Score of every compressed key block for every query row of B requests.
 
-    Formula: ``score[r, b] = (1 / sqrt(Di)) * sum_h relu(iq[r, h] . compressed[b])``; there are no learned
-    head weights, so a row whose heads all point away from a block scores exactly 0.
+    Formula: ``score[b, t, n] = (1 / sqrt(Di)) * sum_h relu(iq[b, t, h] . compressed[b, n])``; there are no
+    learned head weights, so a row whose heads all point away from a block scores exactly 0.
 
-    Shapes: ``iq`` is ``[R, Hi, Di]`` (normed and rotated), ``compressed`` is ``[nb, Di]`` in block order.
-    Returns FP32 ``[R, nb]`` (FP64 for float64 inputs).
+    Shapes: ``iq`` is ``[B, T, Hi, Di]`` (normed and rotated), ``compressed`` is ``[B, nb, Di]`` in block
+    order. Returns FP32 ``[B, T, nb]`` (FP64 for float64 inputs).
 
     Raises:
-        InputError: the index dimensions differ.
+        InputError: the number of requests or the index dimensions differ.
 
     Source: Qwen4Exp QSA indexer.
     """
-    dim = iq.shape[-1]
-    if iq.ndim != 3 or compressed.ndim != 2 or compressed.shape[1] != dim:
-        raise InputError(f"compressed keys have shape {list(compressed.shape)}; need [nb, {dim}]")
+    if iq.ndim != 4 or compressed.ndim != 3 or compressed.shape[::2] != (iq.shape[0], iq.shape[3]):
+        raise InputError(
+            "index queries and compressed keys must be [B, T, Hi, Di] and [B, nb, Di], "
+            f"got {list(iq.shape)} and {list(compressed.shape)}"
+        )
+    batch, rows, heads, dim = iq.shape
     compute = torch.promote_types(iq.dtype, torch.float32)
     queries, keys = iq.to(compute), compressed.to(compute).mT
-    # Per-head scores are Hi times the result; a tile of rows keeps them small.
-    tiles = [torch.relu_(tile @ keys).sum(dim=1) / math.sqrt(dim) for tile in queries.split(_SCORE_ROWS)]
-    return torch.cat(tiles)
+    limit = _TILE_ELEMENTS.get(iq.device.type, _TILE_ELEMENTS["cpu"])
+    tile_rows = max(1, limit // max(1, batch * heads * keys.shape[2]))
+    out = torch.empty(batch, rows, keys.shape[2], dtype=compute, device=iq.device)
+    for start in range(0, rows, tile_rows):
+        tile = queries[:, start : start + tile_rows].flatten(1, 2)  # [B, t * Hi, Di]
+        per_head = torch.relu_(tile @ keys).unflatten(1, (-1, heads))
+        torch.sum(per_head, dim=2, out=out[:, start : start + tile_rows])
+    return out.mul_(dim**-0.5)
 
 
 def select_blocks(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
@@ -94,7 +102,9 @@ class BlockPlan:
     token_mask: Tensor
 
 
-def union_plan(selected: Tensor, positions: Tensor, rows_per_group: int, ratio: int = 4) -> BlockPlan:
+def union_plan(
+    selected: Tensor, positions: Tensor, rows_per_group: int, ratio: int = 4, requests: int = 1
+) -> BlockPlan:
     """Merge the selections of adjacent rows, so that a key block is read once for all rows of a group.
 
     Row ``r`` at position ``p`` reads its selected complete blocks and the tail tokens
@@ -102,29 +112,37 @@ def union_plan(selected: Tensor, positions: Tensor, rows_per_group: int, ratio: 
     a padded row, which reads nothing. Tokens after a row's position are never visible to it, whatever is
     selected.
 
-    Shapes: ``selected`` is bool ``[R, nb]``, ``positions`` int64 ``[R]``. Rows are grouped in order,
-    ``G = ceil(R / rows_per_group)`` and ``M = rows_per_group``; the last group may be short.
+    Shapes: ``selected`` is bool ``[R, nb]``, ``positions`` int64 ``[R]``, the rows of ``requests`` requests
+    with ``T = R / requests`` each. A request's rows are grouped in order, ``ceil(T / M)`` groups of
+    ``M = rows_per_group``; its last group may be short. Groups never span requests.
 
     Raises:
-        InputError: shapes that disagree, or ``rows_per_group`` below 1.
+        InputError: shapes that disagree, ``rows_per_group`` below 1, or rows that do not divide evenly.
     """
     rows, num_blocks = selected.shape
     if positions.shape != (rows,):
         raise InputError(f"positions have shape {list(positions.shape)}; {rows} rows need [{rows}]")
     if rows_per_group < 1:
         raise InputError(f"rows_per_group must be at least 1, got {rows_per_group}")
+    if requests < 1 or rows % requests:
+        raise InputError(f"{rows} rows do not divide into {requests} requests")
     device = selected.device
     complete = (positions + 1) // ratio  # [R] complete blocks, also the index of the tail block
     has_tail = (positions + 1) % ratio != 0
     width = max(num_blocks, int((complete + has_tail).max()) if rows else 0)
-    groups = -(-rows // rows_per_group)
+    padding = -(rows // requests) % rows_per_group
 
-    member = torch.zeros(groups * rows_per_group, width, dtype=torch.bool, device=device)
-    member[:rows, :num_blocks] = selected
+    member = torch.zeros(rows, width, dtype=torch.bool, device=device)
+    member[:, :num_blocks] = selected
     tail_rows = has_tail.nonzero().squeeze(1)
     member[tail_rows, complete[tail_rows]] = True
-    member = rearrange(member, "(g m) b -> g m b", m=rows_per_group)
+    if padding:
+        member = pad(member.view(requests, -1, width), (0, 0, 0, padding))
+        positions = pad(positions.view(requests, -1), (0, padding), value=-1)
+    member = member.view(-1, rows_per_group, width)  # [G, M, width]
+    last_position = positions.reshape(-1, rows_per_group, 1)  # [G, M, 1]
 
+    groups = member.shape[0]
     in_union = member.any(dim=1)  # [G, width]
     counts = in_union.sum(dim=1)
     longest = int(counts.max()) if groups else 0
@@ -133,10 +151,8 @@ def union_plan(selected: Tensor, positions: Tensor, rows_per_group: int, ratio: 
     blocks = torch.full((groups, longest), -1, dtype=torch.int64, device=device)
     blocks[group, rank] = block
 
-    last_position = positions.new_full((groups * rows_per_group,), -1)
-    last_position[:rows] = positions
     token = block[:, None] * ratio + torch.arange(ratio, device=device)  # [n, ratio]
-    reached = token[:, None] <= last_position.view(groups, rows_per_group)[group][..., None]  # [n, M, ratio]
+    reached = token[:, None] <= last_position[group]  # [n, M, ratio]
     token_mask = torch.zeros(groups, longest, rows_per_group, ratio, dtype=torch.bool, device=device)
     token_mask[group, rank] = reached & member[group, :, block][..., None]
     return BlockPlan(blocks=blocks, counts=counts, token_mask=token_mask)

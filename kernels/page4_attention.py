@@ -1,4 +1,4 @@
-"""Grouped sparse attention over the 4-token blocks of a plan, read from a paged K/V cache."""
+"""Grouped sparse attention over the blocks of a plan, read from a paged K/V cache."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import math
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from page4.kernels.block_select import BlockPlan
 from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, check_scale, decode_kv
 from page4.kernels.errors import InputError
-from page4.kernels.qsa_prepare import BLOCKS_PER_PAGE, COMPRESS_RATIO, PAGE_TOKENS
+from page4.kernels.qsa_prepare import PAGE_TOKENS
+
+# Scores computed at once: near a CPU's cache, or enough to fill a GPU. Never less than one group.
+_SLAB_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
 
 
 def _check(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     plan: BlockPlan,
     kv_format: str,
     k_scale: float,
@@ -38,37 +42,60 @@ def _check(
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype != STORAGE_DTYPES[kv_format]:
             raise InputError(f"{name} in {kv_format} must be {STORAGE_DTYPES[kv_format]}, got {pages.dtype}")
+    if block_tables.ndim != 2 or block_tables.shape[0] == 0 or rows % block_tables.shape[0]:
+        raise InputError(
+            f"block_tables must be int64 [B, n] with B a divisor of {rows} rows, "
+            f"got {list(block_tables.shape)}"
+        )
+    requests = block_tables.shape[0]
     groups, _, rows_per_group, ratio = plan.token_mask.shape
-    if ratio != COMPRESS_RATIO or groups != -(-rows // rows_per_group):
-        raise InputError(f"the plan covers {groups} groups of {rows_per_group} rows; q has {rows} rows")
-    if block_table.ndim != 1:
-        raise InputError(f"block_table must be one request's int64 [n], got {list(block_table.shape)}")
+    if PAGE_TOKENS % ratio or groups != requests * -(-(rows // requests) // rows_per_group):
+        raise InputError(
+            f"the plan covers {groups} groups of {rows_per_group} rows; "
+            f"q has {rows} rows of {requests} requests"
+        )
 
 
-def _gather_blocks(pages: Tensor, block_table: Tensor, blocks: Tensor, kv_format: str) -> Tensor:
-    """Decoded values of the listed 4-token blocks, FP32 ``[Hkv, n, 4 * D]``; no other page is touched."""
-    num_pages, heads, _, dim = pages.shape
-    page = block_table[blocks // BLOCKS_PER_PAGE]
-    if bool(((page < 0) | (page >= num_pages)).any()):
-        raise InputError(f"the block table names a page outside 0..{num_pages - 1} for a block that is read")
+def _physical_blocks(plan: BlockPlan, block_tables: Tensor, num_pages: int) -> Tensor:
+    """Where each listed block lies, ``page * per_page + block``, int64 ``[G, U]``; padding repeats one."""
+    per_page = PAGE_TOKENS // plan.token_mask.shape[3]
+    listed = plan.blocks >= 0
+    blocks = plan.blocks.clamp(min=0)
+    logical_page = blocks // per_page
+    tables = block_tables.repeat_interleave(len(blocks) // len(block_tables), dim=0)  # [G, n]
+    if bool((logical_page[listed] >= tables.shape[1]).any()):
+        raise InputError(
+            f"the plan reads block {int(plan.blocks.max())}; the block tables have {tables.shape[1]} pages"
+        )
+    page = tables.gather(1, logical_page)
+    if bool(((page < 0) | (page >= num_pages))[listed].any()):
+        raise InputError(f"a block table names a page outside 0..{num_pages - 1} for a block that is read")
+    physical = page * per_page + blocks % per_page
+    return torch.where(listed, physical, physical[listed][0])
+
+
+def _decoded(pages: Tensor, physical: Tensor, ratio: int, kv_format: str) -> Tensor:
+    """Values of physical blocks ``[n]``, ``[Hkv, n, ratio * D]``; no other block is touched."""
+    _, heads, _, dim = pages.shape
+    per_page = PAGE_TOKENS // ratio
     head = torch.arange(heads, device=pages.device)[:, None]
-    index = (page * heads + head) * BLOCKS_PER_PAGE + blocks % BLOCKS_PER_PAGE  # [Hkv, n]
-    rows = pages.reshape(-1, COMPRESS_RATIO * dim)  # one row is one block of one head
-    return decode_kv(rows.index_select(0, index.flatten()), kv_format).view(heads, len(blocks), -1)
+    index = (physical // per_page * heads + head) * per_page + physical % per_page  # [Hkv, n]
+    rows = pages.reshape(-1, ratio * dim)  # one row is one block of one head
+    return decode_kv(rows.index_select(0, index.flatten()), kv_format).view(heads, len(physical), -1)
 
 
 def page4_attention_reference(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     plan: BlockPlan,
     kv_format: str,
     k_scale: float,
     v_scale: float,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of one request's rows over the tokens that its plan lets each row see.
+    """Softmax attention of B requests' rows over the tokens that the plan lets each row see.
 
     Formula, per row and query head (query head ``h`` reads KV head ``h // (Hq / Hkv)``)::
 
@@ -76,10 +103,11 @@ def page4_attention_reference(
         lse = log sum_t exp(s_t)                                   natural logarithm
         out = v_scale * sum_t exp(s_t - lse) * decode(V_t)
 
-    Shapes: ``q`` is ``[R, Hq, D]``, pages are ``[P, Hkv, 16, D]`` in the format's storage dtype,
-    ``block_table`` is int64 ``[n]``, ``plan`` comes from :func:`~page4.kernels.block_select.union_plan` over
-    the same rows. Returns ``out`` as ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64
-    ``q``). A row that sees no token gives 0 and ``-inf``.
+    Shapes: ``q`` is ``[R, Hq, D]`` with ``R / B`` rows of each request in turn, pages are ``[P, Hkv, 16, D]``
+    in the format's storage dtype, ``block_tables`` is int64 ``[B, n]``, ``plan`` comes from
+    :func:`~page4.kernels.block_select.union_plan` over the same rows and requests. Returns ``out`` as
+    ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64 ``q``). A row that sees no token
+    gives 0 and ``-inf``. Inference only: nothing here is differentiable.
 
     What is never read: pages that no listed block lies in, and block-table entries of such pages (they may be
     stale and out of range). What is read but never contributes: slots that no row of the group sees (they may
@@ -87,56 +115,69 @@ def page4_attention_reference(
 
     Raises:
         InputError: shapes or dtypes that disagree, scales that are not positive finite numbers, a plan that
-            reaches past the block table, or a page that does not exist.
+            reaches past a block table, or a page that does not exist.
     """
-    _check(q, k_pages, v_pages, block_table, plan, kv_format, k_scale, v_scale)
+    _check(q, k_pages, v_pages, block_tables, plan, kv_format, k_scale, v_scale)
     rows, query_heads, dim = q.shape
-    kv_heads = k_pages.shape[1]
-    rows_per_group = plan.token_mask.shape[2]
+    kv_heads, requests = k_pages.shape[1], block_tables.shape[0]
+    groups, longest, rows_per_group, ratio = plan.token_mask.shape
     compute = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(rows, query_heads, dim, dtype=compute, device=q.device)
-    lse = torch.full((rows, query_heads), -torch.inf, dtype=compute, device=q.device)
+    # Rows in groups; the last group of a request may be short.
+    per_request = rows // requests
+    padding = -per_request % rows_per_group
+    grouped_q = pad(q.to(compute).view(requests, per_request, -1), (0, 0, 0, padding))
+    grouped_q = grouped_q.view(groups, rows_per_group, query_heads, dim) * (softmax_scale * k_scale)
+    out = torch.zeros_like(grouped_q)
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=compute, device=q.device)
 
-    needed = plan.blocks[plan.blocks >= 0].unique()  # ascending
-    if len(needed) == 0:
-        return out, lse
-    if int(needed[-1]) >= len(block_table) * BLOCKS_PER_PAGE:
-        raise InputError(
-            f"the plan reads block {int(needed[-1])}; the block table has {len(block_table)} pages"
-        )
+    counts = plan.counts.tolist()
+    if not any(counts):
+        return out[:0].new_zeros(q.shape), lse[:0].new_full(q.shape[:2], -torch.inf)
     # Groups of a prefill share most blocks, so each block is decoded once for all of them.
-    k_blocks = _gather_blocks(k_pages, block_table, needed, kv_format).to(compute)
-    v_blocks = _gather_blocks(v_pages, block_table, needed, kv_format).to(compute)
-    scaled_q = q.to(compute) * (softmax_scale * k_scale)
-    entries = torch.searchsorted(needed, plan.blocks.clamp(min=0))  # [G, U] into k_blocks
-    # Two workspaces serve all groups: touching fresh memory would cost more than the softmax.
-    heads_per_kv = query_heads // kv_heads
-    size = query_heads * min(rows, rows_per_group) * plan.blocks.shape[1] * COMPRESS_RATIO
-    score_space, weight_space = (torch.empty(size, dtype=compute, device=q.device) for _ in range(2))
+    physical = _physical_blocks(plan, block_tables, k_pages.shape[0])
+    needed, entries = physical.unique(return_inverse=True)
+    k_blocks = _decoded(k_pages, needed, ratio, kv_format).to(compute)
+    v_blocks = _decoded(v_pages, needed, ratio, kv_format).to(compute)
 
-    for group, count in enumerate(plan.counts.tolist()):
-        if count == 0:
+    # Two workspaces serve all slabs: touching fresh memory would cost more than the softmax.
+    group_elements = max(1, query_heads * rows_per_group * longest * ratio)
+    limit = _SLAB_ELEMENTS.get(q.device.type, _SLAB_ELEMENTS["cpu"])
+    slab_groups = min(groups, max(1, limit // group_elements))
+    spaces = [torch.empty(slab_groups * group_elements, dtype=compute, device=q.device) for _ in range(2)]
+    for first in range(0, groups, slab_groups):
+        slab = slice(first, min(first + slab_groups, groups))
+        widest = max(counts[slab])
+        if widest == 0:
             continue
-        first, last = group * rows_per_group, min(rows, (group + 1) * rows_per_group)
-        k = rearrange(k_blocks[:, entries[group, :count]], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)
-        v = rearrange(v_blocks[:, entries[group, :count]], "h u (r d) -> h (u r) d", r=COMPRESS_RATIO)
-        hidden = ~rearrange(plan.token_mask[group, :count, : last - first], "u m r -> m (u r)")  # [m, N]
+        listed = entries[slab, :widest]
+        k, v = (
+            rearrange(blocks[:, listed], "h g u (r d) -> h g (u r) d", r=ratio)
+            for blocks in (k_blocks, v_blocks)
+        )
+        hidden = ~rearrange(plan.token_mask[slab, :widest], "g u m r -> g m (u r)")  # [g, M, N]
         # Neither a probability of 0 nor a score of -inf hides a NaN in an unseen slot, so K and V become 0.
-        unseen = hidden.all(dim=0)
-        k[:, unseen], v[:, unseen] = 0.0, 0.0  # [Hkv, N, D]
+        unseen = hidden.all(dim=1)[None, :, :, None]
+        k, v = (
+            k.masked_fill_(unseen, 0.0).flatten(0, 1),
+            v.masked_fill_(unseen, 0.0).flatten(0, 1),
+        )  # [Hkv * g, N, D]
 
-        group_q = rearrange(scaled_q[first:last], "m (h g) d -> h (g m) d", h=kv_heads)
-        shape = (kv_heads, heads_per_kv * (last - first), k.shape[1])
-        scores = score_space[: math.prod(shape)].view(shape)
-        weights = weight_space[: math.prod(shape)].view(shape)
-        torch.bmm(group_q, k.mT, out=scores)
-        per_row = scores.view(kv_heads, heads_per_kv, last - first, -1)  # [Hkv, g, m, N]
-        per_row += per_row.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        slab_q = rearrange(grouped_q[slab], "g m (h n) d -> (h g) (n m) d", h=kv_heads)
+        shape = (*slab_q.shape[:2], k.shape[1])
+        scores, weights = (space[: math.prod(shape)].view(shape) for space in spaces)
+        torch.bmm(slab_q, k.mT, out=scores)
+        per_row = scores.view(kv_heads, hidden.shape[0], -1, rows_per_group, k.shape[1])  # [Hkv, g, n, M, N]
+        per_row += scores.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
         torch.softmax(scores, dim=-1, out=weights)
         # The largest probability is exp(max - lse).
-        group_lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()  # [Hkv, g * m]
-        group_out = torch.bmm(weights, v) * v_scale  # [Hkv, g * m, D]
-        live = ~hidden.all(dim=1)  # a row without tokens keeps 0 and -inf
-        out[first:last][live] = rearrange(group_out, "h (g m) d -> m (h g) d", m=last - first)[live]
-        lse[first:last][live] = rearrange(group_lse, "h (g m) -> m (h g)", m=last - first)[live]
-    return out, lse
+        slab_lse = scores.amax(dim=-1) - weights.amax(dim=-1).log()  # [Hkv * g, n * M]
+        slab_out = torch.bmm(weights, v) * v_scale  # [Hkv * g, n * M, D]
+        live = ~hidden.all(dim=2)  # [g, M]; a row without tokens keeps 0 and -inf
+        slab_out = rearrange(slab_out, "(h g) (n m) d -> g m (h n) d", h=kv_heads, m=rows_per_group)
+        slab_lse = rearrange(slab_lse, "(h g) (n m) -> g m (h n)", h=kv_heads, m=rows_per_group)
+        out[slab] = torch.where(live[..., None, None], slab_out, out[slab])
+        lse[slab] = torch.where(live[..., None], slab_lse, lse[slab])
+    return (
+        out.view(requests, -1, query_heads, dim)[:, :per_request].reshape(rows, query_heads, dim),
+        lse.view(requests, -1, query_heads)[:, :per_request].reshape(rows, query_heads),
+    )

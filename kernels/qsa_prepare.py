@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, encode_kv
@@ -11,8 +10,6 @@ from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
 
 PAGE_TOKENS = 16
-COMPRESS_RATIO = 4
-BLOCKS_PER_PAGE = PAGE_TOKENS // COMPRESS_RATIO
 
 
 def write_kv_pages(values: Tensor, pages: Tensor, slots: Tensor, kv_format: str, scale: float) -> None:
@@ -48,72 +45,85 @@ def update_index_keys(
     raw: Tensor,
     positions: Tensor,
     ring: Tensor,
+    requests: Tensor,
     compressed_pages: Tensor,
-    block_table: Tensor,
+    block_tables: Tensor,
     norm_weight: Tensor,
     rotary_dim: int,
     theta: float,
     eps: float = 1e-6,
 ) -> None:
-    """Store one request's raw index keys and compress every 4-token block they complete, in place.
+    """Store raw index keys of B requests and compress every r-token block they complete, in place.
 
-    Formula: block ``b`` covers positions ``4b .. 4b + 3`` and its key is
-    ``rope_at(4b)(rms_norm(mean(raw keys of the block)))`` in FP32, rounded once to the dtype of the pages.
+    Formula: block ``b`` covers positions ``r b .. r b + r - 1`` and its key is
+    ``rope_at(r b)(rms_norm(mean(raw keys of the block)))`` in FP32, rounded once to the dtype of the pages.
     Keys of a block that began before these rows are read from the ring, where position ``p`` lives in row
     ``p % cap``. Raw keys are rounded to the ring's dtype before use, so the result does not depend on how
     rows are split into calls.
 
     Writing positions again (a rejected draft replaced by real tokens) rewrites the ring rows and the blocks
-    that the new rows complete. A ring of ``4 * ceil((4 + K) / 4)`` rows keeps the keys of the open block from
+    that the new rows complete. A ring of ``r * ceil((r + K) / r)`` rows keeps the keys of the open block from
     being overwritten by ``K`` rejected draft rows.
 
-    Shapes: ``raw`` is ``[R, Di]``, ``positions`` int64 ``[R]`` (consecutive, ascending), ``ring``
-    ``[cap, Di]``, ``compressed_pages`` ``[P, 4, Di]``, ``block_table`` int64 ``[n]`` (page of every 16
-    tokens), ``norm_weight`` ``[Di]``.
+    Shapes: ``raw`` is ``[B, T, Di]``, ``positions`` int64 ``[B, T]`` (consecutive and ascending within a
+    request), ``ring`` ``[requests, cap, Di]`` with ``requests`` int64 ``[B]`` naming each one's row,
+    ``compressed_pages`` ``[P, 16 / r, Di]`` (which tells r), ``block_tables`` int64 ``[B, n]`` (page of every
+    16 tokens), ``norm_weight`` ``[Di]``.
 
     Raises:
-        InputError: shapes that disagree, positions that are not consecutive, a ring below 4 rows, or a block
+        InputError: shapes that disagree, positions that are not consecutive, a ring below r rows, or a block
             table too short for the completed blocks.
 
     Source: Qwen4Exp QSA indexer (keys are cached raw; norm and RoPE are applied to the block mean).
     """
-    rows, dim = raw.shape
-    capacity = ring.shape[0]
-    if ring.shape != (capacity, dim) or compressed_pages.shape[1:] != (BLOCKS_PER_PAGE, dim):
+    batch, rows, dim = raw.shape
+    capacity, per_page = ring.shape[1], compressed_pages.shape[1]
+    if ring.shape[2] != dim or compressed_pages.shape[2] != dim or PAGE_TOKENS % per_page:
         raise InputError(
-            f"index keys of dim {dim} need a ring [cap, {dim}] and pages [P, {BLOCKS_PER_PAGE}, {dim}], "
+            f"index keys of dim {dim} need a ring [requests, cap, {dim}] and pages [P, 16 / r, {dim}], "
             f"got {list(ring.shape)} and {list(compressed_pages.shape)}"
         )
-    if capacity < COMPRESS_RATIO:
-        raise InputError(f"the index-key ring needs at least {COMPRESS_RATIO} rows, got {capacity}")
-    if positions.shape != (rows,):
-        raise InputError(f"positions have shape {list(positions.shape)}; {rows} rows need [{rows}]")
-    if rows == 0:
-        return
-    start = int(positions[0])
-    if start < 0 or not torch.equal(positions, torch.arange(start, start + rows, device=positions.device)):
-        raise InputError("positions of index keys must be consecutive, ascending and not negative")
-    first_block = start // COMPRESS_RATIO
-    last_block = (start + rows) // COMPRESS_RATIO  # exclusive
-    if last_block > block_table.shape[0] * BLOCKS_PER_PAGE:
+    ratio = PAGE_TOKENS // per_page
+    if capacity < ratio:
+        raise InputError(f"the index-key ring needs at least {ratio} rows, got {capacity}")
+    if positions.shape != (batch, rows) or requests.shape != (batch,) or block_tables.shape[:1] != (batch,):
         raise InputError(
-            f"the block table has {block_table.shape[0]} pages; {start + rows} tokens need "
-            f"{-(-(start + rows) // PAGE_TOKENS)}"
+            f"{batch} requests of {rows} rows need positions [{batch}, {rows}], requests [{batch}] and "
+            f"block tables [{batch}, n], got {list(positions.shape)}, {list(requests.shape)} and "
+            f"{list(block_tables.shape)}"
         )
+    if batch == 0 or rows == 0:
+        return
+    start = positions[:, :1]  # [B, 1]
+    consecutive = start + torch.arange(rows, device=positions.device)
+    if bool(((start < 0) | (positions != consecutive)).any()):
+        raise InputError("positions of index keys must be consecutive, ascending and not negative")
 
     raw = raw.to(ring.dtype)
-    earlier = torch.arange(first_block * COMPRESS_RATIO, start, device=ring.device)
-    keys = torch.cat((ring[earlier % capacity], raw))  # rows from the start of the first block
-    ring[positions[-capacity:] % capacity] = raw[-capacity:]
-    if first_block == last_block:
-        return
+    # The block that is open at the start began at most ratio - 1 rows earlier; those keys are in the ring.
+    context = ratio - 1
+    earlier = start - context + torch.arange(context, device=ring.device)  # [B, 3], may begin below 0
+    keys = torch.cat((ring[requests[:, None], earlier % capacity], raw), dim=1)  # [B, 3 + T, Di]
+    ring[requests[:, None], positions[:, -capacity:] % capacity] = raw[:, -capacity:]
 
-    blocks = torch.arange(first_block, last_block, device=ring.device)
-    keys = keys[: len(blocks) * COMPRESS_RATIO]
+    candidates = (rows + context) // ratio  # blocks that T rows can complete
+    block = start // ratio + torch.arange(candidates, device=ring.device)  # [B, C]
+    completed = (block + 1) * ratio <= start + rows
+    request, column = completed.nonzero(as_tuple=True)
+    block = block[request, column]  # [n]
+    if len(block) == 0:
+        return
+    if bool((block >= block_tables.shape[1] * per_page).any()):
+        raise InputError(
+            f"the block tables have {block_tables.shape[1]} pages; {int(block.max() + 1) * ratio} tokens "
+            f"need {-(-int(block.max() + 1) // per_page)}"
+        )
+    first = block * ratio - start[request, 0] + context  # [n] row of the block's first key
+    members = first[:, None] + torch.arange(ratio, device=ring.device)
     compute = torch.promote_types(keys.dtype, torch.float32)
-    pooled = rearrange(keys.to(compute), "(b r) d -> b r d", r=COMPRESS_RATIO).mean(dim=1)
+    pooled = keys[request[:, None], members].to(compute).mean(dim=1)  # [n, Di]
     normed = rms_norm_zero_centred(pooled, norm_weight, eps)
-    cos, sin = rotary_cos_sin(blocks * COMPRESS_RATIO, rotary_dim, theta)
+    cos, sin = rotary_cos_sin(block * ratio, rotary_dim, theta)
     rotated = apply_rope(normed[:, None], cos, sin).squeeze(1)
-    pages = block_table[blocks // BLOCKS_PER_PAGE]
-    compressed_pages[pages, blocks % BLOCKS_PER_PAGE] = rotated.to(compressed_pages.dtype)
+    pages = block_tables[request, block // per_page]
+    compressed_pages[pages, block % per_page] = rotated.to(compressed_pages.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from page4.kernels.errors import InputError
 
 from .formats import KVFormat, get_format
-from .pages import PAGE_TOKENS, PageAllocator, RequestPages
+from .pages import PAGE_TOKENS, BlockTables, RequestPages, pages_for
 from .recurrent import ConvSlots, GatedDeltaSlots
 from .scales import UNIT_SCALES, KVScales, ScalePair
 
@@ -73,48 +73,6 @@ class CacheConfig:
         )
 
 
-class BlockTables:
-    """Block tables of the open requests, shared by all layers."""
-
-    def __init__(self, requests: int, pages: int, device: torch.device) -> None:
-        self.allocator = PageAllocator(pages)
-        self.device = device
-        self._pages: dict[int, list[int]] = {}
-        self._tables: dict[int, Tensor] = {}
-        self._closed = list(range(requests - 1, -1, -1))
-
-    def open(self) -> int:
-        """Takes a request row without pages."""
-        if not self._closed:
-            raise InputError(f"all {len(self._pages)} request rows are in use: raise max_requests")
-        request = self._closed.pop()
-        self._pages[request] = []
-        self._tables[request] = torch.empty(0, dtype=torch.int64, device=self.device)
-        return request
-
-    def reserve(self, request: int, length: int) -> None:
-        """Grows the request's table to hold ``length`` tokens."""
-        pages = self._pages[request]
-        more = -(-length // PAGE_TOKENS) - len(pages)
-        if more > 0:
-            pages.extend(self.allocator.allocate(more))
-            self._tables[request] = torch.tensor(pages, dtype=torch.int64, device=self.device)
-
-    def close(self, request: int) -> None:
-        """Frees the request's pages and its row."""
-        self.allocator.release(self._pages.pop(request))
-        del self._tables[request]
-        self._closed.append(request)
-
-    def pages(self, request: int) -> RequestPages:
-        """The request and its block table."""
-        return RequestPages(request, self._tables[request])
-
-    def check(self) -> None:
-        """Raises RuntimeError on a leaked, shared or doubly freed page."""
-        self.allocator.check(list(self._pages.values()))
-
-
 class QSALayerCache:
     """Storage of one QSA layer.
 
@@ -150,16 +108,19 @@ class QSALayerCache:
             config.max_requests, capacity, geometry.index_dim, dtype=config.index_dtype, device=device
         )
 
-    def pages(self, request: int) -> RequestPages:
-        """The request's block table."""
-        return self._tables.pages(request)
+    def pages(self, requests: Tensor, length: int) -> RequestPages:
+        """Block tables of requests ``[B]``, as wide as ``length`` tokens need."""
+        return self._tables.of(requests, length)
 
     def largest(self, request: int, length: int) -> tuple[float, float]:
         """Largest |K| and |V| among the request's first ``length`` tokens, in stored units."""
-        positions = torch.arange(length, device=self.k_pages.device)
-        slots = self.pages(request).slots(positions)
+        device = self.k_pages.device
+        slots = self.pages(torch.tensor([request], device=device), length).slots(
+            torch.arange(length, device=device)[None]
+        )[0]
         page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-        return tuple(float(p[page, :, offset].abs().max()) for p in (self.k_pages, self.v_pages))  # type: ignore[return-value]
+        k, v = (float(pages[page, :, offset].abs().max()) for pages in (self.k_pages, self.v_pages))
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -194,7 +155,7 @@ class HybridCache:
                 raise InputError(f"{name} is {getattr(config, name)}, expected at least 1")
         self.config = config
         # Every request may end in a part-filled page.
-        pages = -(-config.max_tokens // PAGE_TOKENS) + config.max_requests
+        pages = pages_for(config.max_tokens) + config.max_requests
         self.tables = BlockTables(config.max_requests, pages, device)
         self.recurrent: list[ConvSlots | GatedDeltaSlots] = []
         self._device, self._dtype, self._geometry = device, activation_dtype, geometry

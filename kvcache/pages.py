@@ -62,21 +62,80 @@ class PageAllocator:
 
 @dataclass(frozen=True)
 class RequestPages:
-    """One request's block table.
+    """Block tables of B requests.
 
     Attributes:
-        request: row of the request in the cache.
-        table: ``[n]`` int64 page ids; logical page i holds positions 16 i to 16 i + 15.
+        tables: ``[B, n]`` int64 page ids; logical page i holds positions 16 i to 16 i + 15. Entries past a
+            request's own pages are -1 and belong to nobody.
     """
 
-    request: int
-    table: Tensor
+    tables: Tensor
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Physical slots ``page * 16 + offset`` of positions ``[R]``, int64."""
+        """Physical slots ``page * 16 + offset`` of positions ``[B, T]``, int64 ``[B, T]``."""
         page = torch.div(positions, PAGE_TOKENS, rounding_mode="floor")
-        return self.table[page] * PAGE_TOKENS + positions % PAGE_TOKENS
+        return self.tables.gather(1, page) * PAGE_TOKENS + positions % PAGE_TOKENS
 
-    def upto(self, length: int) -> RequestPages:
-        """The part of the table that holds the first ``length`` tokens."""
-        return RequestPages(self.request, self.table[: -(-length // PAGE_TOKENS)])
+
+class BlockTables:
+    """Block tables of the open requests, shared by all layers."""
+
+    def __init__(self, requests: int, pages: int, device: torch.device) -> None:
+        self.allocator = PageAllocator(pages)
+        self.device = device
+        self._pages: dict[int, list[int]] = {}
+        self._closed = list(range(requests - 1, -1, -1))
+        self._tables = torch.full((requests, 1), -1, dtype=torch.int64, device=device)
+
+    def open(self) -> int:
+        """Takes a request row without pages.
+
+        Raises:
+            InputError: all rows are taken.
+        """
+        if not self._closed:
+            raise InputError(f"all {len(self._pages)} request rows are in use: raise max_requests")
+        request = self._closed.pop()
+        self._pages[request] = []
+        return request
+
+    def reserve(self, request: int, length: int) -> None:
+        """Grows the request's table to hold ``length`` tokens.
+
+        Raises:
+            InputError: too few pages are free; nothing is taken then.
+        """
+        pages = self._pages[request]
+        more = pages_for(length) - len(pages)
+        if more <= 0:
+            return
+        new = self.allocator.allocate(more)
+        columns = self._tables.shape[1]
+        if len(pages) + more > columns:
+            grown = max(len(pages) + more, 2 * columns)
+            self._tables = torch.nn.functional.pad(self._tables, (0, grown - columns), value=-1)
+        self._tables[request, len(pages) : len(pages) + more] = torch.tensor(new, device=self.device)
+        pages.extend(new)
+
+    def close(self, request: int) -> None:
+        """Frees the request's pages and its row."""
+        self.allocator.release(self._pages.pop(request))
+        self._tables[request] = -1
+        self._closed.append(request)
+
+    def of(self, requests: Tensor, length: int) -> RequestPages:
+        """Tables of requests ``[B]``, as wide as ``length`` tokens need."""
+        return RequestPages(self._tables[requests, : pages_for(length)])
+
+    def pages(self, request: int) -> list[int]:
+        """The pages a request owns, in the order of its tokens."""
+        return list(self._pages[request])
+
+    def check(self) -> None:
+        """Raises RuntimeError on a leaked, shared or doubly freed page."""
+        self.allocator.check(list(self._pages.values()))
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)

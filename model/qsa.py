@@ -13,12 +13,15 @@ from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
 from page4.kvcache.cache import QSALayerCache, RequestPages
 
 from .config import Qwen4ExpConfig
-from .rows import RowBatch, Segment
+from .rows import RowBatch
 from .weights import Weight, projection
 
 # Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more
 # masked products; a decode step always forms one group per request.
 PREFILL_ROWS_PER_GROUP = 64
+
+# Index scores held at once: near a CPU's caches, or enough to fill a GPU.
+_SCORE_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
 
 
 class Indexer(nn.Module):
@@ -90,26 +93,45 @@ class QSAttention(nn.Module):
         index_q = self.indexer.query(projected, cos, sin)
         raw_keys = self.indexer.raw_key(projected)
         attended = torch.empty(q.shape, dtype=torch.float32, device=x.device)
-        for segment, start in zip(batch.segments, batch.starts, strict=True):
-            rows = slice(start, start + segment.length)
-            pages = cache.pages(segment.request)
-            positions = batch.positions[rows]
-            self._write(k[rows], v[rows], raw_keys[rows], positions, cache, pages)
-            attended[rows] = self._attend(q[rows], index_q[rows], positions, segment, cache, pages)
+        for group in batch.groups:
+            pages = cache.pages(group.requests, group.longest)
+            positions = group.rows_of(batch.positions)
+            self._write(group.rows_of(k), group.rows_of(v), positions, cache, pages)
+            self._write_index(group.rows_of(raw_keys), positions, group.requests, cache, pages)
+            queries, index_queries = group.rows_of(q), group.rows_of(index_q)
+            rows_per_group = group.length if group.decode else PREFILL_ROWS_PER_GROUP
+            # As many requests at once as memory allows.
+            scores = group.length * max(1, group.longest // self.indexer.ratio)
+            at_once = max(1, _SCORE_ELEMENTS.get(x.device.type, _SCORE_ELEMENTS["cpu"]) // scores)
+            parts = []
+            for first in range(0, len(queries), at_once):
+                some = slice(first, first + at_once)
+                tables = pages.tables[some]
+                parts.append(
+                    self._attend(
+                        queries[some], index_queries[some], positions[some], tables, rows_per_group, cache
+                    )
+                )
+            group.put_rows(attended, torch.cat(parts))
         return self.finish(attended, gate)
 
     def _write(
-        self, k: Tensor, v: Tensor, raw: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages
+        self, k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages
     ) -> None:
-        slots = pages.slots(positions)
-        write_kv_pages(k, cache.k_pages, slots, cache.format.name, cache.k_scale)
-        write_kv_pages(v, cache.v_pages, slots, cache.format.name, cache.v_scale)
+        slots = pages.slots(positions).flatten()
+        write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, cache.format.name, cache.k_scale)
+        write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, cache.format.name, cache.v_scale)
+
+    def _write_index(
+        self, raw: Tensor, positions: Tensor, requests: Tensor, cache: QSALayerCache, pages: RequestPages
+    ) -> None:
         update_index_keys(
-            raw.to(cache.compressed_pages.dtype),
+            raw,
             positions,
-            cache.ring[pages.request],
+            cache.ring,
+            requests,
             cache.compressed_pages,
-            pages.table,
+            pages.tables,
             self.indexer.k_layernorm.weight,
             self.indexer.rotary_dim,
             self.indexer.rope_theta,
@@ -121,28 +143,30 @@ class QSAttention(nn.Module):
         q: Tensor,
         index_q: Tensor,
         positions: Tensor,
-        segment: Segment,
+        tables: Tensor,
+        rows_per_group: int,
         cache: QSALayerCache,
-        pages: RequestPages,
     ) -> Tensor:
+        """Attention of ``[B, T]`` rows, ``[B, T, Hq, D]``."""
         ratio = self.indexer.ratio
-        length = segment.position + segment.length
-        table = pages.upto(length).table
-        compressed = rearrange(cache.compressed_pages[table], "page block dim -> (page block) dim")
-        scores = index_scores(index_q, compressed[: length // ratio])
-        visible = (positions + 1) // ratio  # complete blocks each row may choose from
+        # A shorter request's missing pages read as page 0: blocks a row does not see are never chosen.
+        compressed = rearrange(
+            cache.compressed_pages[tables.clamp_min(0)], "b page block dim -> b (page block) dim"
+        )
+        scores = index_scores(index_q, compressed).flatten(0, 1)
+        flat_positions = positions.flatten()
+        visible = (flat_positions + 1) // ratio  # complete blocks each row may choose from
         selected = select_blocks(scores, visible, self.indexer.block_topk)
-        rows_per_group = segment.length if segment.decode else PREFILL_ROWS_PER_GROUP
-        plan = union_plan(selected, positions, rows_per_group, ratio)
+        plan = union_plan(selected, flat_positions, rows_per_group, ratio, requests=len(positions))
         out, _ = page4_attention_reference(
-            q,
+            q.flatten(0, 1),
             cache.k_pages,
             cache.v_pages,
-            table,
+            tables,
             plan,
             cache.format.name,
             cache.k_scale,
             cache.v_scale,
             self.softmax_scale,
         )
-        return out
+        return out.view(q.shape)

@@ -41,11 +41,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Adjacent segments of one phase and length: the recurrent layers run them as one ``[B, T]`` batch."""
+    """Adjacent segments of one phase and length: the mixers run them as one ``[B, T]`` batch."""
 
     start: int
     length: int
     decode: bool
+    longest: int  # tokens of the longest request, these rows included
     requests: Tensor  # [B] int64
     read_slots: Tensor  # [B] int64
 
@@ -103,7 +104,8 @@ class RowBatch:
             members = list(run)
             requests = torch.tensor([s.request for s in members], device=device)
             read_slots = torch.tensor([s.read_slot for s in members], device=device)
-            groups.append(RowGroup(row, length, decode, requests, read_slots))
+            longest = max(s.position for s in members) + length
+            groups.append(RowGroup(row, length, decode, longest, requests, read_slots))
             row += length * len(members)
         return cls(
             segments=ordered,

@@ -27,29 +27,44 @@ def test_scores_equal_the_definition() -> None:
     torch.manual_seed(0)
     iq, compressed = torch.randn(300, 4, 16), torch.randn(37, 16)
     expected = torch.einsum("rhd,bd->rhb", iq.double(), compressed.double()).relu().sum(1) / 4.0
-    scores = index_scores(iq, compressed)
+    scores = index_scores(iq[None], compressed[None])[0]
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_scores_of_half_precision_keys_accumulate_in_fp32() -> None:
     iq, compressed = torch.full((1, 2, 64), 60.0).half(), torch.full((3, 64), 60.0).half()
-    assert index_scores(iq, compressed).tolist() == [
+    assert index_scores(iq[None], compressed[None])[0].tolist() == [
         [2 * 64 * 3600 / 8.0] * 3
     ]  # the products sum beyond FP16
 
 
 def test_heads_that_point_away_score_exactly_zero() -> None:
     iq = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    scores = index_scores(iq, torch.tensor([[-1.0, -2.0], [3.0, -5.0]]))
+    scores = index_scores(iq[None], torch.tensor([[[-1.0, -2.0], [3.0, -5.0]]]))[0]
     assert scores[0, 0] == 0.0
     torch.testing.assert_close(scores[0, 1], torch.tensor(3.0 / math.sqrt(2)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 128, 129])
 def test_any_number_of_rows_is_scored(rows: int) -> None:
-    assert index_scores(torch.ones(rows, 2, 4), torch.ones(5, 4)).shape == (rows, 5)
-    assert index_scores(torch.ones(rows, 2, 4), torch.ones(0, 4)).shape == (rows, 0)
+    assert index_scores(torch.ones(2, rows, 2, 4), torch.ones(2, 5, 4)).shape == (2, rows, 5)
+    assert index_scores(torch.ones(2, rows, 2, 4), torch.ones(2, 0, 4)).shape == (2, rows, 0)
+
+
+def test_every_request_is_scored_against_its_own_keys() -> None:
+    torch.manual_seed(0)
+    iq, compressed = torch.randn(3, 5, 2, 8), torch.randn(3, 9, 8)
+    scores = index_scores(iq, compressed)
+    for request in range(3):
+        alone = index_scores(iq[request : request + 1], compressed[request : request + 1])[0]
+        torch.testing.assert_close(scores[request], alone)
+
+
+def test_wrong_score_inputs_are_refused() -> None:
+    for compressed in (torch.ones(2, 5, 4), torch.ones(1, 5, 3), torch.ones(5, 4)):
+        with pytest.raises(InputError):
+            index_scores(torch.ones(1, 3, 2, 4), compressed)
 
 
 @pytest.mark.parametrize("topk", [1, 3, 8, 40, 64])
@@ -161,6 +176,25 @@ def test_padded_rows_read_nothing() -> None:
     assert not plan.token_mask[1].any()
 
 
+@pytest.mark.parametrize("rows_per_group", [1, 3, 4, 16])
+def test_groups_do_not_span_requests(rows_per_group: int) -> None:
+    """A batch's plan is the plans of its requests, one after the other, padded to one width."""
+    torch.manual_seed(0)
+    selected = torch.rand(3, 7, 12) < 0.4
+    positions = torch.randint(0, 52, (3, 7))
+    batch = union_plan(selected.flatten(0, 1), positions.flatten(), rows_per_group, requests=3)
+    alone = [union_plan(s, p, rows_per_group) for s, p in zip(selected, positions, strict=True)]
+    assert torch.equal(batch.counts, torch.cat([plan.counts for plan in alone]))
+    start = 0
+    for plan in alone:
+        groups, width = plan.blocks.shape
+        part = slice(start, start + groups)
+        assert torch.equal(batch.blocks[part, :width], plan.blocks)
+        assert torch.equal(batch.token_mask[part, :width], plan.token_mask)
+        assert (batch.blocks[part, width:] == -1).all() and not batch.token_mask[part, width:].any()
+        start += groups
+
+
 def test_no_rows_make_an_empty_plan() -> None:
     plan = union_plan(torch.zeros(0, 5, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), 4)
     assert plan.blocks.shape == (0, 0)
@@ -171,3 +205,5 @@ def test_wrong_plan_inputs_are_refused() -> None:
         union_plan(torch.zeros(3, 5, dtype=torch.bool), torch.tensor([1, 2]), 4)
     with pytest.raises(InputError):
         union_plan(torch.zeros(2, 5, dtype=torch.bool), torch.tensor([1, 2]), 0)
+    with pytest.raises(InputError):
+        union_plan(torch.zeros(3, 5, dtype=torch.bool), torch.tensor([1, 2, 3]), 4, requests=2)

@@ -42,7 +42,7 @@ class Case:
 
     def run(self, rows_per_group: int = 4) -> tuple[Tensor, Tensor]:
         return page4_attention_reference(
-            self.q, self.k_pages, self.v_pages, self.block_table, self.plan(rows_per_group),
+            self.q, self.k_pages, self.v_pages, self.block_table[None], self.plan(rows_per_group),
             self.kv_format, self.k_scale, self.v_scale, self.softmax_scale,
         )  # fmt: skip
 
@@ -127,6 +127,35 @@ def test_a_whole_prompt_in_groups() -> None:
     assert_equals_dense(make_case(length=203, rows=203, topk=10), 64)
 
 
+@pytest.mark.parametrize("rows_per_group", [1, 4, 8])
+def test_requests_of_a_batch_do_not_mix(rows_per_group: int) -> None:
+    """Requests of different lengths in one pool of pages, and a slab that holds several groups."""
+    cases = [make_case(length=length, rows=7, seed=length) for length in (9, 77, 200)]
+    offsets = [0]
+    for case in cases:
+        offsets.append(offsets[-1] + len(case.k_pages))
+    columns = max(len(case.block_table) for case in cases)
+    tables = torch.full((3, columns), 10**9)
+    for table, case, offset in zip(tables, cases, offsets, strict=False):
+        used = len(case.k) // 16 + 1
+        table[:used] = case.block_table[:used] + offset
+    width = max(case.selected.shape[1] for case in cases)
+    selected = torch.cat(
+        [torch.nn.functional.pad(case.selected, (0, width - case.selected.shape[1])) for case in cases]
+    )
+    plan = union_plan(selected, torch.cat([case.positions for case in cases]), rows_per_group, requests=3)
+    out, lse = page4_attention_reference(
+        torch.cat([case.q for case in cases]),
+        torch.cat([case.k_pages for case in cases]),
+        torch.cat([case.v_pages for case in cases]),
+        tables, plan, "fp32", 1.0, 1.0, cases[0].softmax_scale,
+    )  # fmt: skip
+    for case, got_out, got_lse in zip(cases, out.split(7), lse.split(7), strict=True):
+        expected_out, expected_lse = case.dense()
+        torch.testing.assert_close(got_out.double(), expected_out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got_lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("v_scale", [2.0**-12, 1.0, 37.5])
 @pytest.mark.parametrize("k_scale", [2.0**-12, 0.3, 37.5])
 def test_scales_far_from_one_are_applied_once(k_scale: float, v_scale: float) -> None:
@@ -203,7 +232,7 @@ def test_products_beyond_fp16_stay_finite() -> None:
     case.k_pages.fill_(0x7E)
     case = replace(case, q=torch.ones_like(case.q).half())
     out, lse = page4_attention_reference(
-        case.q, case.k_pages, case.v_pages, case.block_table, case.plan(4), "e4m3", 1.0, 1.0, 1.0
+        case.q, case.k_pages, case.v_pages, case.block_table[None], case.plan(4), "e4m3", 1.0, 1.0, 1.0
     )  # fmt: skip
     seen = case.plan(1).token_mask.sum(dim=(1, 2, 3))  # equal scores: the logarithm counts tokens
     torch.testing.assert_close(lse, (114_688 + seen.log())[:, None].expand_as(lse))
@@ -277,7 +306,7 @@ def test_a_plan_longer_than_the_block_table_is_refused() -> None:
         lambda case: replace(case, v_pages=case.v_pages[:-1]),
         lambda case: replace(case, q=case.q[:, :5]),
         lambda case: replace(case, q=case.q[..., :-1]),
-        lambda case: replace(case, block_table=case.block_table[None]),
+        lambda case: replace(case, block_table=case.block_table[:0]),
     ],
 )
 def test_inputs_that_disagree_are_refused(change: object) -> None:

@@ -79,8 +79,16 @@ class IndexCache:
     def write(self, raw: Tensor, start: int) -> None:
         positions = torch.arange(start, start + len(raw))
         update_index_keys(
-            raw, positions, self.ring, self.pages, self.block_table, self.weight, ROTARY_DIM, THETA
-        )  # fmt: skip
+            raw[None],
+            positions[None],
+            self.ring[None],
+            torch.tensor([0]),
+            self.pages,
+            self.block_table[None],
+            self.weight,
+            ROTARY_DIM,
+            THETA,
+        )
 
     def blocks(self, count: int) -> Tensor:
         """Compressed keys of the first blocks, in order. [count, Di]"""
@@ -153,6 +161,28 @@ def test_rejected_draft_rows_leave_no_trace(seed: int, num_drafts: int) -> None:
         torch.testing.assert_close(cache.blocks(complete), cache.from_scratch(raw[:committed]))
 
 
+def test_requests_of_a_batch_do_not_mix() -> None:
+    """Requests at different positions in the open block, in rows of the ring that are not in order."""
+    torch.manual_seed(0)
+    starts, rows = [0, 5, 14, 7], 6
+    alone = [IndexCache(8) for _ in starts]
+    texts = [torch.randn(start + rows, DIM) for start in starts]
+    ring = torch.full((6, 8, DIM), torch.nan)
+    requests, pages = torch.tensor([4, 0, 5, 2]), torch.full((80, 4, DIM), torch.nan)
+    tables = torch.stack([alone[0].block_table + 20 * i for i in range(4)])
+    for i, (cache, text, start) in enumerate(zip(alone, texts, starts, strict=True)):
+        cache.write(text[:start], 0)
+        ring[requests[i]], pages[20 * i : 20 * i + 20] = cache.ring, cache.pages
+        cache.write(text[start:], start)
+    raw = torch.stack([text[start:] for text, start in zip(texts, starts, strict=True)])
+    positions = torch.tensor(starts)[:, None] + torch.arange(rows)
+    update_index_keys(raw, positions, ring, requests, pages, tables, alone[0].weight, ROTARY_DIM, THETA)
+    for i, cache in enumerate(alone):
+        assert torch.equal(ring[requests[i]].nan_to_num(9.0), cache.ring.nan_to_num(9.0))
+        assert torch.equal(pages[20 * i : 20 * i + 20].nan_to_num(9.0), cache.pages.nan_to_num(9.0))
+    assert ring[[1, 3]].isnan().all()
+
+
 def test_no_index_rows_write_nothing() -> None:
     cache = IndexCache(8)
     cache.write(torch.zeros(0, DIM), 0)
@@ -168,11 +198,12 @@ def test_stale_block_table_entries_are_not_dereferenced() -> None:
 
 def call(**changes: object) -> None:
     arguments: dict[str, object] = {
-        "raw": torch.zeros(5, DIM),
-        "positions": torch.arange(5),
-        "ring": torch.zeros(8, DIM),
+        "raw": torch.zeros(1, 5, DIM),
+        "positions": torch.arange(5)[None],
+        "ring": torch.zeros(1, 8, DIM),
+        "requests": torch.tensor([0]),
         "compressed_pages": torch.zeros(3, 4, DIM),
-        "block_table": torch.arange(3),
+        "block_tables": torch.arange(3)[None],
         "norm_weight": torch.zeros(DIM),
         "rotary_dim": ROTARY_DIM,
         "theta": THETA,
@@ -183,14 +214,16 @@ def call(**changes: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"positions": torch.tensor([0, 1, 2, 4, 5])},
-        {"positions": torch.tensor([4, 3, 2, 1, 0])},
-        {"positions": torch.arange(-1, 4)},
-        {"positions": torch.arange(4)},
-        {"positions": torch.arange(47, 52)},  # completes block 12; three pages hold blocks 0..11
-        {"ring": torch.zeros(3, DIM)},
-        {"ring": torch.zeros(8, DIM + 1)},
-        {"compressed_pages": torch.zeros(3, 16, DIM)},
+        {"positions": torch.tensor([[0, 1, 2, 4, 5]])},
+        {"positions": torch.tensor([[4, 3, 2, 1, 0]])},
+        {"positions": torch.arange(-1, 4)[None]},
+        {"positions": torch.arange(4)[None]},
+        {"positions": torch.arange(47, 52)[None]},  # completes block 12; three pages hold blocks 0..11
+        {"ring": torch.zeros(1, 3, DIM)},
+        {"ring": torch.zeros(1, 8, DIM + 1)},
+        {"requests": torch.tensor([0, 0])},
+        {"block_tables": torch.zeros(2, 3, dtype=torch.int64)},
+        {"compressed_pages": torch.zeros(3, 5, DIM)},
     ],
 )
 def test_wrong_index_inputs_are_refused(changes: dict[str, object]) -> None:

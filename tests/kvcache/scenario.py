@@ -71,5 +71,7 @@ def qsa_caches(cache: HybridCache) -> list[QSALayerCache]:
 
 def rows_of(pages: Tensor, stepper: Stepper, length: int) -> Tensor:
     """What a paged tensor ``[P, H, 16, D]`` holds for a request's first positions, ``[length, H, D]``."""
-    slots = stepper.cache.tables.pages(stepper.request).slots(torch.arange(length))
+    slots = stepper.cache.tables.of(torch.tensor([stepper.request]), length).slots(
+        torch.arange(length)[None]
+    )[0]
     return pages[slots // 16, :, slots % 16]

@@ -46,7 +46,9 @@ def test_rejected_rows_never_overwrite_committed_raw_keys(
 
 def complete_blocks(layer: QSALayerCache, length: int) -> Tensor:
     """Compressed keys of request 0's complete blocks, in block order."""
-    return layer.compressed_pages[layer.pages(0).table].flatten(0, 1)[: length // 4]
+    return layer.compressed_pages[layer.pages(torch.tensor([0]), length).tables[0]].flatten(0, 1)[
+        : length // 4
+    ]
 
 
 def test_index_keys_are_never_quantised(model: Qwen4ExpForCausalLM) -> None:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from page4.kernels.errors import InputError
-from page4.kvcache.cache import BlockTables
-from page4.kvcache.pages import PAGE_TOKENS, PageAllocator, RequestPages
+from page4.kvcache.pages import PAGE_TOKENS, BlockTables, PageAllocator, RequestPages
 
 CPU = torch.device("cpu")
 
@@ -77,15 +76,22 @@ def test_a_table_with_a_foreign_page_is_found() -> None:
 
 
 def test_slots_follow_the_block_table_not_the_position() -> None:
-    pages = RequestPages(0, torch.tensor([7, 2, 4]))
-    positions = torch.tensor([0, 15, 16, 31, 32, 40])
-    assert pages.slots(positions).tolist() == [7 * 16, 7 * 16 + 15, 2 * 16, 2 * 16 + 15, 4 * 16, 4 * 16 + 8]
+    pages = RequestPages(torch.tensor([[7, 2, 4], [1, 0, -1]]))
+    positions = torch.tensor([[0, 15, 16, 31, 32, 40], [3, 4, 5, 6, 16, 17]])
+    assert pages.slots(positions).tolist() == [
+        [7 * 16, 7 * 16 + 15, 2 * 16, 2 * 16 + 15, 4 * 16, 4 * 16 + 8],
+        [16 + 3, 16 + 4, 16 + 5, 16 + 6, 0, 1],
+    ]
 
 
 @pytest.mark.parametrize(("length", "pages"), [(1, 1), (16, 1), (17, 2), (32, 2), (33, 3), (48, 3)])
-def test_the_part_of_a_table_that_holds_a_length(length: int, pages: int) -> None:
-    table = torch.tensor([7, 2, 4])
-    assert RequestPages(0, table).upto(length).table.tolist() == table[:pages].tolist()
+def test_a_batch_of_tables_is_as_wide_as_its_longest_request_needs(length: int, pages: int) -> None:
+    tables = BlockTables(requests=3, pages=8, device=CPU)
+    short, long = tables.open(), tables.open()
+    tables.reserve(long, 48)
+    tables.reserve(short, 5)
+    held = tables.of(torch.tensor([long, short]), length).tables
+    assert held.tolist() == [tables.pages(long)[:pages], [*tables.pages(short), -1, -1][:pages]]
 
 
 def test_a_table_grows_with_its_request_and_never_moves() -> None:
@@ -94,7 +100,7 @@ def test_a_table_grows_with_its_request_and_never_moves() -> None:
     held: list[int] = []
     for length in (1, 16, 17, 40, 40, 3):
         tables.reserve(request, length)
-        table = tables.pages(request).table.tolist()
+        table = tables.pages(request)
         assert len(table) == max(len(held), -(-length // PAGE_TOKENS))
         assert table[: len(held)] == held
         held = table
@@ -137,5 +143,5 @@ def test_accounting_holds_after_any_sequence_of_operations(operations: list[tupl
         except InputError:
             pass  # out of rows or pages: nothing changed
         tables.check()
-        held = [page for r in open_requests for page in tables.pages(r).table.tolist()]
+        held = [page for r in open_requests for page in tables.pages(r)]
         assert len(held) == len(set(held)) == 10 - tables.allocator.free

@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one_block_budget": {"indexer_budget": 4},
     "context_within_budget": {"indexer_budget": 64},
     "four_index_heads": {"indexer_n_heads": 4},
+    "ratio_2": {"indexer_compress_ratio": 2},
+    "ratio_8": {"indexer_compress_ratio": 8},
     "no_ple": {"ple_layer_ids": []},
     "ple_in_first_layer": {"ple_layer_ids": [1]},
     "six_layers_two_ple": {

@@ -88,9 +88,9 @@ def draft_layer(decoder: SpeculativeDecoder) -> QSALayerCache:
 
 def stored(layer: QSALayerCache, row: int, length: int) -> list[torch.Tensor]:
     """K, V, complete blocks and open raw keys of a request's first ``length`` rows."""
-    pages = layer.pages(row)
-    slots = pages.slots(torch.arange(length))
-    blocks = layer.compressed_pages[pages.table].flatten(0, 1)[: length // 4]
+    pages = layer.pages(torch.tensor([row]), length)
+    slots = pages.slots(torch.arange(length)[None])[0]
+    blocks = layer.compressed_pages[pages.tables[0]].flatten(0, 1)[: length // 4]
     open_block = torch.arange(length - length % 4 - 4, length)  # with the last complete one, so never empty
     ring = layer.ring[row, open_block % layer.ring.shape[1]]
     return [*(p[slots // 16, :, slots % 16] for p in (layer.k_pages, layer.v_pages)), blocks, ring]
