@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def choose_anchors(
     """Choose `count` anchors, balanced over the texts and spread within each.
 
     Anchors of one text lie in equal strata, one at random in each, so that no two rounds start from the same
-    prefix. The list goes around the texts, so every beginning of it is balanced too.
+    prefix. The list goes around the texts and their kinds, so every beginning of it is balanced too.
 
     Args:
         texts: At least one.
@@ -102,15 +103,13 @@ def choose_anchors(
                 f"the text {text.name!r} has {len(text.tokens)} tokens, too few for a prompt of {longest}: "
                 f"at most {max(len(text.tokens) - rounds_span, 0)} fit before {rounds_span} for the rounds"
             )
-    order = np.random.default_rng(_seed(seed, "order")).permutation(len(texts))
-    shares = {
-        int(index): count // len(texts) + (rank < count % len(texts)) for rank, index in enumerate(order)
-    }
+    order = _alternating_kinds(texts, seed)
+    shares = {index: count // len(texts) + (rank < count % len(texts)) for rank, index in enumerate(order)}
     chosen = {
         index: _strata(texts[index], share, longest, rounds_span, seed) for index, share in shares.items()
     }
     rounds = range(max(shares.values(), default=0))
-    return [chosen[int(index)][turn] for turn in rounds for index in order if turn < shares[int(index)]]
+    return [chosen[index][turn] for turn in rounds for index in order if turn < shares[index]]
 
 
 def nonce(seed: int, prompt_id: str, nonce_id: int) -> str:
@@ -134,6 +133,17 @@ def cut_prompt(anchor: Anchor, length: int, nonce_tokens: Sequence[int], rounds_
             f"the text {anchor.text.name!r} is too short for {length} tokens at {anchor.position}"
         )
     return [*nonce_tokens, *anchor.text.tokens[start:end]]
+
+
+def _alternating_kinds(texts: Sequence[Text], seed: int) -> list[int]:
+    """Indices of the texts at random, but for their kinds, which take turns: a few prompts see every kind."""
+    order = np.random.default_rng(_seed(seed, "order")).permutation(len(texts)).tolist()
+    seen: Counter[str] = Counter()
+    turns = {}
+    for index in order:
+        turns[index] = seen[texts[index].kind]
+        seen[texts[index].kind] += 1
+    return sorted(order, key=turns.__getitem__)
 
 
 def _strata(text: Text, share: int, longest: int, rounds_span: int, seed: int) -> list[Anchor]:

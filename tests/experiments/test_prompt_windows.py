@@ -44,6 +44,16 @@ def test_anchors_are_balanced_over_texts_and_so_is_every_beginning_of_the_list()
         assert max(counts.values()) - min(counts[f"text{i}"] for i in range(3)) <= 1
 
 
+def test_a_few_prompts_see_every_kind_of_text() -> None:
+    kinds = ["a", "a", "a", "a", "a", "b", "b", "c"]
+    texts = [Text(f"{kind}{index}", kind, list(range(900))) for index, kind in enumerate(kinds)]
+    for seed in range(10):
+        chosen = [anchor.text.kind for anchor in choose_anchors(texts, 8, 512, 20, seed)]
+        assert set(chosen[:3]) == {"a", "b", "c"} and set(chosen[3:5]) == {"a", "b"}
+    first = {choose_anchors(texts, 1, 512, 20, seed)[0].text.name for seed in range(20)}
+    assert len(first) > 3
+
+
 def test_rounds_of_one_text_never_overlap() -> None:
     anchors = choose_anchors(_texts(1000), 12, longest=300, rounds_span=40, seed=2)
     positions = sorted(anchor.position for anchor in anchors)
