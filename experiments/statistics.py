@@ -9,6 +9,7 @@ Should Know about the Bootstrap, 2015, section 3.3 (widening for few clusters).
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -164,11 +165,14 @@ def _divide(top: Array, bottom: Array) -> Array:
     return quotient
 
 
+@functools.lru_cache(maxsize=4)  # a study asks for the same draws hundreds of times
 def _weights(clusters: int, resamples: int, seed: int) -> Array:
     """`[resamples, clusters]` multinomial counts: drawing clusters with replacement, order forgotten."""
     generator = np.random.default_rng([seed, clusters, zlib.crc32(b"bootstrap")])
     uniform = np.full(clusters, 1 / clusters)
-    return generator.multinomial(clusters, uniform, size=resamples).astype(np.float64)
+    weights = generator.multinomial(clusters, uniform, size=resamples).astype(np.float64)
+    weights.setflags(write=False)
+    return weights
 
 
 def _acceleration(statistic: Statistic, clusters: int) -> float:

@@ -110,7 +110,7 @@ class AcceptanceConfig:
         },
         "cuda": {
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
-            "num_prompts": 256,
+            "num_prompts": 128,
             "batch_size": 32,
             "generation_prompts": 8,
             "generation_max_length": 0,
