@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from page4.kernels.codecs import E4M3_MAX
+from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.errors import InputError
 
 
@@ -38,7 +38,10 @@ _FORMATS = {
         # fp32 is the exact cache of float32 parity checks; fp16 is what studies compare against.
         KVFormat("fp32", torch.float32, needs_scale=False, max_value=torch.finfo(torch.float32).max),
         KVFormat("fp16", torch.float16, needs_scale=False, max_value=torch.finfo(torch.float16).max),
-        KVFormat("e4m3", torch.uint8, needs_scale=True, max_value=E4M3_MAX),
+        *(
+            KVFormat(name, torch.uint8, needs_scale=True, max_value=spec.max_value)
+            for name, spec in BYTE_FLOATS.items()
+        ),
     )
 }
 FORMAT_NAMES = tuple(_FORMATS)

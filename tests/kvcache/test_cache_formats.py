@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from page4.kernels.codecs import decode_kv
 from page4.kernels.errors import InputError
-from page4.kvcache import FORMAT_NAMES, KVScales, ScalePair
+from page4.kvcache import FORMAT_NAMES, KVScales, ScalePair, get_format, scale_for_maximum
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from tests.kvcache.scenario import SCALES, TOKENS, config, play, qsa_caches, rows_of
 from tests.oracle.steps import Stepper
@@ -45,14 +46,34 @@ def test_formats_without_scales_ignore_those_given(model: Qwen4ExpForCausalLM, k
 
 
 def test_formats_differ_by_their_rounding_only(model: Qwen4ExpForCausalLM) -> None:
-    exact, half, byte = (play(model, model.new_cache(config(f)))[0] for f in FORMAT_NAMES)
+    exact, half, byte = (play(model, model.new_cache(config(f)))[0] for f in ("fp32", "fp16", "e4m3"))
     spread = exact.std()
     assert 0 < (half - exact).std() < 0.001 * spread < (byte - exact).std() < 0.1 * spread
+
+
+def test_each_mantissa_bit_of_a_byte_halves_the_error(model: Qwen4ExpForCausalLM) -> None:
+    """With scales that fit the values, in the layer whose input no quantised attention has touched."""
+    cache = model.new_cache(config("fp32"))
+    Stepper(model, cache).prefill(TOKENS)
+    exact = cache.qsa[0].k_pages
+    largest = float(exact.abs().max())
+
+    def error(kv_format: str) -> float:
+        scale = scale_for_maximum(largest, get_format(kv_format).max_value)
+        pairs = (ScalePair(scale, scale),) * 2
+        byte = model.new_cache(config(kv_format, scales=KVScales(pairs, pairs[0])))
+        Stepper(model, byte).prefill(TOKENS)
+        return float((decode_kv(byte.qsa[0].k_pages, kv_format) * scale - exact).std())
+
+    e5m2, e4m3, e3m4 = (error(name) for name in ("e5m2", "e4m3", "e3m4"))
+    assert 1.8 < e5m2 / e4m3 < 2.2
+    assert 1.8 < e4m3 / e3m4 < 2.2
 
 
 def test_bytes_per_token_follow_the_format(model: Qwen4ExpForCausalLM) -> None:
     sizes = {f: model.new_cache(config(f)).qsa[0].k_pages.nbytes for f in FORMAT_NAMES}
     assert sizes["fp32"] == 2 * sizes["fp16"] == 4 * sizes["e4m3"]
+    assert sizes["e4m3"] == sizes["e5m2"] == sizes["e3m4"]
 
 
 def without_draft() -> KVScales:
@@ -69,8 +90,9 @@ def without_draft() -> KVScales:
         ("e4m3", None, without_draft(), "draft KV format e4m3 needs its own K and V scale, none given"),
         ("fp16", "e4m3", without_draft(), "draft KV format e4m3 needs its own K and V scale, none given"),
         ("fp16", "e4m3", None, "draft KV format e4m3 needs its own K and V scale, none given"),
-        ("e5m2", None, SCALES, "KV format 'e5m2' is unknown"),
-        ("fp16", "e5m2", SCALES, "KV format 'e5m2' is unknown"),
+        ("fp16", "e5m2", None, "draft KV format e5m2 needs its own K and V scale, none given"),
+        ("int8", None, SCALES, "KV format 'int8' is unknown"),
+        ("fp16", "int8", SCALES, "KV format 'int8' is unknown"),
     ],
 )
 def test_a_missing_scale_is_refused_never_taken_for_one(

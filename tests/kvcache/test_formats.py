@@ -11,7 +11,7 @@ from page4.kvcache import FORMAT_NAMES, get_format
 
 
 def test_the_formats_there_are() -> None:
-    assert FORMAT_NAMES == ("fp32", "fp16", "e4m3")
+    assert FORMAT_NAMES == ("fp32", "fp16", "e4m3", "e5m2", "e3m4")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,8 @@ def test_the_formats_there_are() -> None:
         ("fp32", torch.float32, 4, False, torch.finfo(torch.float32).max),
         ("fp16", torch.float16, 2, False, 65504.0),
         ("e4m3", torch.uint8, 1, True, 448.0),
+        ("e5m2", torch.uint8, 1, True, 57344.0),
+        ("e3m4", torch.uint8, 1, True, 30.0),
     ],
 )
 def test_properties(name: str, storage: torch.dtype, size: int, needs_scale: bool, max_value: float) -> None:
@@ -37,4 +39,5 @@ def test_the_codec_stores_what_the_format_says(name: str) -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as caught:
         get_format(name)
-    assert str(caught.value) == f"KV format {name!r} is unknown, expected one of fp32, fp16, e4m3"
+    known = "fp32, fp16, e4m3, e5m2, e3m4"
+    assert str(caught.value) == f"KV format {name!r} is unknown, expected one of {known}"
