@@ -23,12 +23,14 @@ class RowGroups:
     Attributes:
         request: int32 ``[G]``, the request (row of the block tables); -1 for a padding group.
         start: int32 ``[G]``, the group's first row among the rows of the step.
-        rows: int32 ``[G]``, 1..8 rows; 0 for a padding group.
+        rows: int32 ``[G]``, 1..rows_per_group rows; 0 for a padding group.
+        rows_per_group: most rows that a group may have, 1..8.
     """
 
     request: Tensor
     start: Tensor
     rows: Tensor
+    rows_per_group: int
 
     @classmethod
     def of(
@@ -66,7 +68,7 @@ class RowGroups:
         triples += [(-1, 0, 0)] * (total - len(triples))
         table = torch.tensor(triples, dtype=torch.int32, device=device).view(-1, 3)
         request, start, rows = table.t().contiguous().unbind()
-        return cls(request, start, rows)
+        return cls(request, start, rows, rows_per_group)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,334 @@
+"""Selection of key blocks on the GPU: the exact top-k of every row, then the union plan of every group.
+
+Two launches. The first one turns a row of scores into a bitmap of the blocks that the row reads; the second
+one counts and lists the bits of a group's rows. Nothing is sorted, and blocks come out ascending by
+construction.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from page4.kernels.block_plan import PackedPlan, RowGroups, plan_capacity
+from page4.kernels.errors import InputError
+
+MAX_TOPK = 512
+CHUNK_BLOCKS = 8192  # scores that one program keeps in registers
+_SEGMENT_WORDS = 256  # bitmap words (of 32 blocks) that one program lists
+_TILE_WORDS = 1024  # bitmap words that it counts at once
+
+
+@triton.jit
+def _ordered_key(b_score):
+    """An int32 that orders as the score does; -0.0 becomes +0.0. Above INT_MIN for all but NaN."""
+    bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _choose(b_key, count, topk, N: tl.constexpr, K_PAD: tl.constexpr):
+    """Which of ``N`` keys are the top ``min(topk, count)``, ties to the lower index. INT_MIN marks no key.
+
+    A bisection for the k-th largest key, ``low``: at least k keys are >= low, fewer than k are >= high. It
+    ends early when exactly k keys are >= low. It begins with a low that is close: each of ``topk`` disjoint
+    groups of keys has a key that is at least the least of the groups' maxima. Groups are strided, so that a
+    run of high scores spreads over many of them. About 12 steps separate the 512th of 8,192 scores from the
+    513th; 32 are the most.
+    """
+    # 1,024 groups, or as many as there are keys: each thread finds the maxima of its own keys.
+    GROUPS: tl.constexpr = max(K_PAD, min(N, 1024))
+    m_chosen = b_key > -(2**31)
+    if count > topk:
+        b_maxima = tl.max(b_key.reshape(N // GROUPS, GROUPS), axis=0)  # [GROUPS]
+        low = tl.min(tl.where(tl.arange(0, GROUPS) < topk, b_maxima, 2**31 - 1), axis=0)
+        high = tl.max(b_maxima, axis=0) + 1
+        at_low = tl.sum((b_key >= low).to(tl.int32), axis=0)
+        at_high = 0
+        while (at_low != topk) & (high - 1 != low):
+            middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+            above = tl.sum((b_key >= middle).to(tl.int32), axis=0)
+            enough = above >= topk
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            at_low, at_high = tl.where(enough, above, at_low), tl.where(enough, at_high, above)
+        m_chosen = b_key >= low
+        if at_low > topk:  # more keys equal the k-th than places are left: the first of them win
+            m_tied = m_chosen & (b_key < high)
+            b_rank = tl.cumsum(m_tied.to(tl.int32), axis=0)
+            m_chosen = m_chosen & ((b_key >= high) | (b_rank <= topk - at_high))
+    return m_chosen
+
+
+@triton.jit
+def select_kernel(
+    p_scores, stride_scores, p_positions, p_bits, words, p_keys, p_blocks, p_arrivals, topk,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K_PAD: tl.constexpr,
+):  # fmt: skip
+    """One program takes ``CHUNK`` blocks of one row.
+
+    A row of one chunk is finished here. Otherwise every chunk leaves its own top-k (block order kept), and
+    the program that arrives last takes the top-k of those: the row's top-k is among them, because a block
+    that its own chunk ranks below k has k better blocks. No program waits for another.
+    """
+    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(p_positions + i_row).to(tl.int32)
+    visible = (position + 1) // 4  # complete blocks
+    reach = (position + 4) // 4  # with the tail block; 0 for a padded row
+    first = i_chunk * CHUNK
+    if first >= reach:
+        return
+    p_row_bits = p_bits + i_row * words
+    chunks = tl.cdiv(reach, CHUNK)  # of this row
+
+    o_block = first + tl.arange(0, CHUNK)  # [CHUNK]
+    m_visible = o_block < visible
+    b_score = tl.load(p_scores + i_row * stride_scores + o_block, mask=m_visible, other=0.0)
+    b_key = tl.where(m_visible, _ordered_key(b_score), -(2**31))
+    m_chosen = _choose(b_key, tl.minimum(visible - first, CHUNK), topk, CHUNK, K_PAD)
+
+    o_word = first // 32 + tl.arange(0, CHUNK // 32)
+    m_word = o_word < tl.cdiv(reach, 32)
+    if chunks == 1:
+        m_read = m_chosen | ((o_block >= visible) & (o_block < reach))  # the tail
+        b_bit = m_read.to(tl.int32).reshape(CHUNK // 32, 32) << tl.arange(0, 32)[None, :]
+        tl.store(p_row_bits + o_word, tl.sum(b_bit, axis=1), mask=m_word)
+    else:
+        tl.store(p_row_bits + o_word, tl.zeros([CHUNK // 32], dtype=tl.int32), mask=m_word)
+        o_row_list = i_row * (CHUNKS * K_PAD)
+        o_slot = o_row_list + i_chunk * K_PAD + tl.cumsum(m_chosen.to(tl.int32), axis=0) - 1
+        tl.store(p_keys + o_slot, b_key, mask=m_chosen)
+        tl.store(p_blocks + o_slot, o_block, mask=m_chosen)
+        # All stores of this program come before its arrival; the last one's loads come after all arrivals.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel")
+        if arrived == chunks - 1:
+            tl.store(p_arrivals + i_row, 0)  # ready for the next launch
+            o_entry = tl.arange(0, CHUNKS * K_PAD)
+            listed = tl.minimum(visible - o_entry // K_PAD * CHUNK, topk)  # entries of the chunk, if positive
+            m_entry = o_entry % K_PAD < listed
+            b_entry = tl.load(
+                p_keys + o_row_list + o_entry, mask=m_entry, other=-(2**31), cache_modifier=".cg"
+            )
+            count = tl.sum(m_entry.to(tl.int32), axis=0)
+            m_best = _choose(b_entry, count, topk, CHUNKS * K_PAD, K_PAD)
+            b_block = tl.load(p_blocks + o_row_list + o_entry, mask=m_best, other=0, cache_modifier=".cg")
+            tl.atomic_or(p_row_bits + b_block // 32, 1 << (b_block % 32), mask=m_best, sem="relaxed")
+            if reach > visible:
+                tl.atomic_or(p_row_bits + visible // 32, 1 << (visible % 32), sem="relaxed")
+
+
+@triton.jit
+def _popcount(x):
+    """Set bits of every uint32, as int32; compilers know this pattern as one instruction."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _position(p_positions, start, m, rows):
+    return tl.load(p_positions + start + m, mask=m < rows, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _row_words(p_bits, words, row, position, o_word, end_word):
+    """Bitmap words of a row, as uint32; none from ``end_word`` on, and none that the row never wrote."""
+    m_word = (o_word < end_word) & (o_word < (position + 128) // 128)  # cdiv(position + 1, 32 * 4)
+    return tl.load(p_bits + row * words + o_word, mask=m_word, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def plan_kernel(
+    p_bits, words, p_positions, p_group_start, p_group_rows, p_blocks, p_counts, p_masks, capacity,
+    ROWS: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program lists ``SEGMENT * 32`` blocks of one group's union.
+
+    Where its part of the list begins, it finds by counting the union's bits before it: a few KiB that are in
+    the L2 cache. The program of the last block writes the count.
+    """
+    i_group, i_segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(p_group_start + i_group).to(tl.int64)
+    rows = tl.load(p_group_rows + i_group)
+    reach = 0  # blocks of the group's longest row, its tail included
+    for m in tl.static_range(ROWS):
+        reach = tl.maximum(reach, (_position(p_positions, start, m, rows) + 4) // 4)
+    last_segment = tl.maximum(tl.cdiv(reach, SEGMENT * 32) - 1, 0)
+    if i_segment > last_segment:
+        return
+
+    first_word = i_segment * SEGMENT
+    b_before = tl.zeros([TILE], dtype=tl.int32)
+    for tile in range(0, first_word, TILE):
+        o_before = tile + tl.arange(0, TILE)
+        b_union = tl.zeros([TILE], dtype=tl.uint32)
+        for m in tl.static_range(ROWS):
+            position = _position(p_positions, start, m, rows)
+            b_union |= _row_words(p_bits, words, start + m, position, o_before, first_word)
+        b_before += _popcount(b_union)
+    base = tl.sum(b_before, axis=0)
+
+    o_word = first_word + tl.arange(0, SEGMENT)
+    b_union = tl.zeros([SEGMENT], dtype=tl.uint32)
+    for m in tl.static_range(ROWS):
+        position = _position(p_positions, start, m, rows)
+        b_union |= _row_words(p_bits, words, start + m, position, o_word, words)
+    b_count = _popcount(b_union)  # [SEGMENT]
+    if i_segment == last_segment:
+        tl.store(p_counts + i_group, base + tl.sum(b_count, axis=0))
+
+    # Every turn lists the lowest block that is left of each word; a word's blocks are adjacent in the list.
+    o_entry = i_group * capacity + base + tl.cumsum(b_count, axis=0) - b_count  # [SEGMENT] int64
+    for _ in range(tl.max(b_count, axis=0)):
+        o_bit = _popcount((b_union & (0 - b_union)) - 1).to(tl.uint32)  # [SEGMENT] zeros below the lowest bit
+        o_block = o_word * 32 + o_bit.to(tl.int32)
+        b_mask = tl.zeros([SEGMENT], dtype=tl.int32)
+        for m in tl.static_range(ROWS):
+            position = _position(p_positions, start, m, rows)
+            b_word = _row_words(p_bits, words, start + m, position, o_word, words)
+            tokens = tl.minimum(position + 1 - o_block * 4, 4)  # of the block, up to the row's own
+            b_mask |= tl.where(((b_word >> o_bit) & 1) != 0, ((1 << tokens) - 1) << (4 * m), 0)
+        tl.store(p_blocks + o_entry, o_block, mask=b_union != 0)
+        tl.store(p_masks + o_entry, b_mask, mask=b_union != 0)
+        o_entry += 1
+        b_union &= b_union - 1
+
+
+@dataclass(frozen=True)
+class SelectionWorkspace:
+    """What the two launches pass on. One may serve many steps in turn, but not two streams at once.
+
+    Attributes:
+        bits: int32 ``[N, W]``, bitmap of the blocks that a row reads.
+        keys: int32 ``[N, C, K]``, ordered scores of the candidates of each chunk of a row.
+        blocks: int32 ``[N, C, K]``, the candidates' blocks.
+        arrivals: int32 ``[N]``, finished chunks of a row; all 0 between launches.
+        max_blocks: blocks of the longest sequence that fits.
+        topk: blocks that a row selects.
+        chunk: blocks that one program takes.
+    """
+
+    bits: Tensor
+    keys: Tensor
+    blocks: Tensor
+    arrivals: Tensor
+    max_blocks: int
+    topk: int
+    chunk: int
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: int,
+        max_blocks: int,
+        topk: int,
+        device: torch.device | str = "cpu",
+        max_chunk: int = CHUNK_BLOCKS,
+    ) -> SelectionWorkspace:
+        """Space for ``rows`` rows over up to ``max_blocks`` blocks, an incomplete last one included.
+
+        ``max_chunk``, a power of two from 32 on, bounds the blocks of one program; a chunk holds at least
+        ``topk`` blocks.
+
+        Raises:
+            InputError: ``topk`` outside 1..512, no blocks, or a ``max_chunk`` that is no such power of two.
+        """
+        if not 1 <= topk <= MAX_TOPK:
+            raise InputError(f"topk must lie in 1..{MAX_TOPK}, got {topk}")
+        if max_blocks < 1:
+            raise InputError(f"max_blocks must be at least 1, got {max_blocks}")
+        if max_chunk < 32 or max_chunk & (max_chunk - 1):
+            raise InputError(f"max_chunk must be a power of two from 32 on, got {max_chunk}")
+        k_pad = triton.next_power_of_2(topk)
+        chunk = max(32, k_pad, min(max_chunk, triton.next_power_of_2(max_blocks)))
+        chunks = triton.next_power_of_2(triton.cdiv(max_blocks, chunk))
+        candidates = (rows, chunks, k_pad) if chunks > 1 else (0, 1, k_pad)
+        words = triton.cdiv(max_blocks, 32)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        arrivals = torch.zeros(rows, dtype=torch.int32, device=device)
+        return cls(
+            empty(rows, words), empty(*candidates), empty(*candidates), arrivals, max_blocks, topk, chunk
+        )
+
+
+def empty_plan(groups: RowGroups, capacity: int) -> PackedPlan:
+    """A plan of the groups with room for ``capacity`` blocks each; its lists are not yet written."""
+    device = groups.rows.device
+    blocks, masks = (
+        torch.empty(len(groups.rows), capacity, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    counts = torch.empty(len(groups.rows), dtype=torch.int32, device=device)
+    return PackedPlan(blocks, counts, masks, groups.request, groups.start, groups.rows)
+
+
+def select_plan_triton(
+    scores: Tensor,
+    positions: Tensor,
+    groups: RowGroups,
+    workspace: SelectionWorkspace,
+    plan: PackedPlan | None = None,
+) -> PackedPlan:
+    """Exact top-k of every row's visible blocks, and the packed union plan of every group, in two launches.
+
+    The contract of :func:`~page4.kernels.block_select.select_blocks` (score descending, then lower block;
+    -0.0 equals +0.0) followed by :func:`~page4.kernels.block_select.union_plan`, for blocks of 4 tokens. A
+    row at position ``p`` chooses among ``(p + 1) // 4`` complete blocks, all of them if they are at most
+    top-k, and reads its tail. Results are the same bits on every run.
+
+    Shapes: ``scores`` is FP32 ``[N, NB]`` without NaN, of which only the visible columns are read;
+    ``positions`` is int64 ``[N]`` (-1: a padded row, which reads nothing), each below 4 times the workspace's
+    ``max_blocks``, with its complete blocks among the ``NB`` columns. ``plan`` may be given to be overwritten
+    (:func:`empty_plan`); its lists hold at least :func:`~page4.kernels.block_plan.plan_capacity` blocks, so
+    no group can overflow. A padding group's count is 0. Nothing synchronises with the host, and with
+    ``plan`` nothing is allocated.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or a workspace or plan that is too small.
+    """
+    rows = _check(scores, positions, workspace)
+    size, max_blocks = groups.rows_per_group, workspace.max_blocks
+    capacity = plan_capacity(size, workspace.topk, max_blocks)
+    if plan is None:
+        plan = empty_plan(groups, capacity)
+    if plan.blocks.shape != plan.masks.shape or plan.blocks.shape[0] != len(groups.rows):
+        raise InputError(f"the plan holds {plan.blocks.shape[0]} groups; there are {len(groups.rows)}")
+    if plan.blocks.shape[1] < capacity:
+        raise InputError(f"the plan holds {plan.blocks.shape[1]} blocks a group; {capacity} may be listed")
+    if rows == 0 or len(groups.rows) == 0:
+        return plan
+    words, (_, chunks, k_pad) = workspace.bits.shape[1], workspace.keys.shape
+    select_kernel[(rows, chunks)](
+        scores, scores.stride(0), positions, workspace.bits, words, workspace.keys, workspace.blocks,
+        workspace.arrivals, workspace.topk,
+        CHUNK=workspace.chunk, CHUNKS=chunks, K_PAD=k_pad, num_warps=_warps(workspace.chunk),
+    )  # fmt: skip
+    plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](
+        workspace.bits, words, positions, groups.start, groups.rows, plan.blocks, plan.counts, plan.masks,
+        plan.blocks.shape[1],
+        ROWS=size, SEGMENT=_SEGMENT_WORDS, TILE=_TILE_WORDS, num_warps=_SEGMENT_WORDS // 32,
+    )  # fmt: skip
+    return plan
+
+
+def _warps(elements: int) -> int:
+    """Warps that hold 32 elements a thread: more warps would spend their time on each step's reduction."""
+    return min(8, max(4, elements // 1024))
+
+
+def _check(scores: Tensor, positions: Tensor, workspace: SelectionWorkspace) -> int:
+    rows = len(positions)
+    if scores.ndim != 2 or scores.shape[0] != rows or scores.dtype != torch.float32 or scores.stride(1) != 1:
+        raise InputError(f"scores must be FP32 [{rows}, blocks], got {scores.dtype} {list(scores.shape)}")
+    if len(workspace.arrivals) < rows:
+        raise InputError(f"the workspace serves {len(workspace.arrivals)} rows; there are {rows}")
+    return rows
