@@ -6,6 +6,7 @@ executed copies, with their outputs, go to OUT (results/notebooks by default).
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -41,7 +42,12 @@ def execute(notebook: Path, out: Path, overrides: list[str]) -> Path:
         settings = f"folder = Path({folder!r}) / 'results'\noverrides = {overrides!r}"
         for index in reversed(tagged):
             content.cells.insert(index + 1, nbformat.v4.new_code_cell(settings))
-        client = NotebookClient(content, timeout=1200, resources={"metadata": {"path": str(NOTEBOOKS)}})
+        client = NotebookClient(
+            content,
+            timeout=1200,
+            resources={"metadata": {"path": str(NOTEBOOKS)}},
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        )
         client.execute()
     out.mkdir(parents=True, exist_ok=True)
     nbformat.write(content, out / notebook.name)
@@ -51,6 +57,7 @@ def execute(notebook: Path, out: Path, overrides: list[str]) -> Path:
 def main() -> int:
     """Execute all; the status is 1 when a cell of any of them failed."""
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "results/notebooks")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the kernels inherit it; see docs/log.md
     status = 0
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         started = time.monotonic()
