@@ -1,0 +1,519 @@
+"""Grouped attention in Triton: equal to the reference and to float64, whatever lies in unused memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from page4.kernels.block_plan import PackedPlan, pack_plan
+from page4.kernels.block_select import BlockPlan, select_blocks, union_plan
+from page4.kernels.codecs import decode_kv, encode_int8_rows, encode_kv
+from page4.kernels.errors import InputError
+from page4.kernels.page4_attention import page4_attention_reference
+from page4.kernels.page4_attention_inputs import AttentionInputs
+from page4.kernels.page4_attention_merge_triton import Partials, merge_kernel, merge_partials
+from page4.kernels.page4_attention_triton import (
+    AttentionConfig,
+    default_config,
+    padded_members,
+    page4_attention_kernel,
+    page4_attention_triton,
+)
+from tests.kernels.compile_targets import CAPABILITIES, compile_for
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POISON = {"fp32": torch.nan, "fp16": torch.nan}  # byte formats: 0xFF, a NaN where there is one
+FORMATS = ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "int8"]
+STALE = 10**9  # a block-table entry that names no page
+
+
+@dataclass
+class Case:
+    """Requests of one length whose last rows are attended, in shuffled pages with stale block tables."""
+
+    inputs: AttentionInputs
+    expected: Tensor  # float64 [N, Hq, D]
+    expected_lse: Tensor
+    magnitude: Tensor  # float64 [N, Hq, D], like expected but with |V|
+
+    def run(self, splits: int = 1, tile_tokens: int = 16, **changes: Any) -> tuple[Tensor, Tensor]:
+        config = AttentionConfig(splits=splits, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+        return page4_attention_triton(replace(self.inputs, **changes), config)
+
+    def check(self, splits: int = 1, tile_tokens: int = 16) -> None:
+        out, lse = self.run(splits, tile_tokens)
+        assert_near(out, self.expected, self.magnitude)
+        torch.testing.assert_close(lse.double(), self.expected_lse, rtol=1e-5, atol=2e-5)
+
+
+def assert_near(out: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """Each element within the roundings of FP16: of probabilities, of scaled int8 values and of the output.
+
+    ``magnitude`` is ``sum_t p_t |v_t|``, to which the error of a rounded factor is proportional. The rest is
+    FP32 arithmetic, and probabilities below the normal numbers of FP16.
+    """
+    roundings = 0 if out.dtype == torch.float32 else 3
+    bound = (roundings * 2.0**-11 + 1e-5) * magnitude
+    assert ((out.double() - expected).abs() <= bound).all()
+
+
+def on_device(plan: PackedPlan) -> PackedPlan:
+    return PackedPlan(**{name: values.to(DEVICE) for name, values in vars(plan).items()})
+
+
+def make_case(
+    length: int = 77,
+    rows: int = 4,
+    requests: int = 1,
+    kv_heads: int = 2,
+    group: int = 3,
+    dim: int = 32,
+    topk: int = 6,
+    kv_format: str = "fp16",
+    dtype: torch.dtype = torch.float16,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    rows_per_group: int = 4,
+    gate: bool = False,
+    seed: int = 0,
+) -> Case:
+    torch.manual_seed(seed)
+    used = -(-length // 16)
+    pool = requests * used + 3
+    tables = torch.full((requests, used + 2), STALE)
+    tables[:, :used] = torch.randperm(pool)[: requests * used].view(requests, used)
+    position = torch.arange(length)
+    tokens, pages, token_scales = [], [], []
+    for scale in (k_scale, v_scale):
+        values = scale * torch.randn(requests, length, kv_heads, dim)
+        if kv_format == "int8":
+            stored, row_scales = encode_int8_rows(values * (0.1 + torch.rand(requests, length, kv_heads, 1)))
+            paged_scales = torch.full((pool, kv_heads, 16), torch.nan)
+            paged_scales[tables[:, position // 16], :, position % 16] = row_scales
+            token_scales.append(paged_scales.to(DEVICE))
+            tokens.append(decode_kv(stored, kv_format).double() * row_scales[..., None].double())
+        else:
+            stored = encode_kv(values, kv_format, scale)
+            tokens.append(decode_kv(stored, kv_format).double() * scale)
+        paged = torch.full((pool, kv_heads, 16, dim), POISON.get(kv_format, 0xFF), dtype=stored.dtype)
+        paged[tables[:, position // 16], :, position % 16] = stored
+        pages.append(paged)
+
+    rows = min(rows, length)
+    positions = torch.arange(length - rows, length).repeat(requests)
+    visible = (positions + 1) // 4
+    selected = select_blocks(torch.rand(len(positions), int(visible.max())), visible, topk)
+    plan = union_plan(selected, positions, rows_per_group, requests=requests)
+    # The query is the first half of each head of a projection, the gate the other.
+    both = torch.randn(len(positions), kv_heads * group, 2 * dim)
+    both[..., :dim] /= k_scale
+    both = both.to(dtype)
+    q, gates = both.chunk(2, dim=-1)
+    inputs = AttentionInputs(
+        q=q.to(DEVICE),
+        k_pages=pages[0].to(DEVICE),
+        v_pages=pages[1].to(DEVICE),
+        block_tables=tables.to(DEVICE),
+        plan=on_device(pack_plan(plan, len(positions), requests)),
+        rows_per_group=rows_per_group,
+        kv_format=kv_format,
+        k_scale=1.0 if kv_format == "int8" else k_scale,
+        v_scale=1.0 if kv_format == "int8" else v_scale,
+        softmax_scale=dim**-0.5,
+        gate=gates.to(DEVICE) if gate else None,
+        k_token_scales=token_scales[0] if token_scales else None,
+        v_token_scales=token_scales[1] if token_scales else None,
+    )
+    sees = torch.zeros(len(positions), length + 4, dtype=torch.bool)
+    sees[:, : 4 * selected.shape[1]] = selected.repeat_interleave(4, dim=1)
+    token = torch.arange(length)
+    tail = token >= 4 * visible[:, None]
+    sees = (sees[:, :length] | tail) & (token <= positions[:, None])
+    k, v = (
+        x.repeat_interleave(group, dim=2).repeat_interleave(rows, dim=0) for x in tokens
+    )  # [N, length, Hq, D]
+    scores = torch.einsum("nhd,nthd->nht", q.double(), k) * inputs.softmax_scale
+    scores = scores.masked_fill(~sees[:, None], -torch.inf)
+    factor = gates.double().sigmoid() if gate else torch.ones(())
+    expected, magnitude = (
+        (factor * torch.einsum("nht,nthd->nhd", scores.softmax(-1), x)).to(DEVICE) for x in (v, v.abs())
+    )
+    return Case(inputs, expected, scores.logsumexp(-1).to(DEVICE), magnitude)
+
+
+def reference(inputs: AttentionInputs, plan: BlockPlan) -> tuple[Tensor, Tensor]:
+    return page4_attention_reference(
+        inputs.q.contiguous(), inputs.k_pages, inputs.v_pages, inputs.block_tables, plan, inputs.kv_format,
+        inputs.k_scale, inputs.v_scale, inputs.softmax_scale,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize(("kv_heads", "group", "rows"), [(1, 6, 4), (2, 12, 2), (1, 16, 8), (3, 1, 1)])
+def test_heads_and_dimensions(kv_heads: int, group: int, rows: int, dim: int, kv_format: str) -> None:
+    make_case(
+        kv_heads=kv_heads,
+        group=group,
+        rows=rows,
+        rows_per_group=rows,
+        dim=dim,
+        kv_format=kv_format,
+        length=40,
+    ).check()
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_formats(kv_format: str) -> None:
+    make_case(kv_format=kv_format, dim=64, gate=True).check(splits=2)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_fp32_queries_are_attended_in_fp32(kv_format: str) -> None:
+    make_case(kv_format=kv_format, dtype=torch.float32, gate=True).check(splits=2)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 257])
+def test_lengths(length: int) -> None:
+    make_case(length=length, topk=64, kv_format="e4m3", kv_heads=1).check(splits=3)
+
+
+@given(
+    length=st.integers(1, 90),
+    rows=st.integers(1, 9),
+    rows_per_group=st.integers(1, 8),
+    requests=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 6, 16]),
+    topk=st.integers(1, 12),
+    kv_format=st.sampled_from(FORMATS),
+    splits=st.sampled_from([1, 2, 3, 8]),
+    tile_tokens=st.sampled_from([16, 32, 64]),
+    gate=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=20)
+def test_any_plan(
+    length: int, rows: int, rows_per_group: int, requests: int, group: int, topk: int, kv_format: str,
+    splits: int, tile_tokens: int, gate: bool, seed: int,
+) -> None:  # fmt: skip
+    make_case(
+        length=length, rows=rows, rows_per_group=rows_per_group, requests=requests, group=group, topk=topk,
+        kv_format=kv_format, kv_heads=1, gate=gate, seed=seed,
+    ).check(splits, tile_tokens)  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3"])
+def test_equals_the_reference(kv_format: str) -> None:
+    case = make_case(length=103, rows=5, requests=2, kv_format=kv_format, dtype=torch.float32)
+    positions = torch.arange(98, 103).repeat(2)
+    selected = select_blocks(torch.rand(10, 25), (positions + 1) // 4, 6)
+    plan = union_plan(selected, positions, 4, requests=2)
+    inputs = replace(case.inputs, plan=on_device(pack_plan(plan, 10, 2)))
+    out, lse = replace(case, inputs=inputs).run(splits=2)
+    expected_out, expected_lse = reference(inputs, plan)
+    torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_splits_agree_with_scales_far_from_one(dim: int) -> None:
+    """A scale of V that were applied per split, or before and after the merge, would show."""
+    case = make_case(
+        dim=dim, kv_format="e4m3", k_scale=0.3, v_scale=37.5, kv_heads=1, length=200, topk=20, gate=True
+    )
+    for splits in (1, 2, 3, 64):
+        case.check(splits)
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, 2.0**9])
+def test_scales_reach_the_output_once(scale: float) -> None:
+    make_case(kv_format="e4m3", k_scale=scale, v_scale=scale).check()
+    make_case(kv_format="int8", k_scale=scale, v_scale=scale).check(splits=2)
+
+
+def test_the_workspace_may_hold_anything() -> None:
+    """64 splits of a few tokens: most are empty, and parts that were never written hold NaN."""
+    case = make_case(gate=True, requests=2)
+    expected, expected_lse = case.run()
+    partials = Partials.empty(case.inputs, 64)
+    partials.out.fill_(torch.nan)
+    partials.lse.fill_(torch.nan)
+    out, lse = (torch.full_like(x, torch.nan) for x in (expected, expected_lse))
+    config = AttentionConfig(splits=64, tile_tokens=16, num_warps=4, num_stages=2)
+    given_out, given_lse = page4_attention_triton(case.inputs, config, partials, out, lse)
+    assert given_out is out and given_lse is lse
+    assert_near(out, case.expected, case.magnitude)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_without_tokens_give_zero_and_minus_infinity(splits: int) -> None:
+    case = make_case(rows=4, gate=True)
+    inputs = case.inputs
+    masks = inputs.plan.masks & ~0xF0  # row 1 sees nothing
+    assert inputs.gate is not None
+    inputs.gate[1] = torch.nan
+    plan = replace(inputs.plan, masks=masks)
+    out, lse = case.run(splits, plan=plan)
+    others = [0, 2, 3]
+    assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+    assert_near(out[others], case.expected[others], case.magnitude[others])
+    out, lse = case.run(splits, plan=replace(plan, counts=torch.zeros_like(plan.counts)))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("live", [[], [0], [2], [0, 1, 2]])
+def test_merge_of_empty_and_live_splits(live: list[int]) -> None:
+    inputs = make_case(rows=1, kv_heads=1, group=1, rows_per_group=1).inputs
+    partials = Partials.empty(inputs, 3)
+    partials.out.fill_(torch.nan)
+    partials.lse.fill_(-torch.inf)
+    values = torch.randn(3, 32, device=DEVICE)
+    weights = torch.tensor([-300.0, 2.0, 500.0], device=DEVICE)
+    for split in live:
+        partials.out[0, split, 0, 0] = values[split]
+        partials.lse[0, split, 0, 0] = weights[split]
+    out, lse = inputs.outputs(None, None)
+    merge_partials(partials, inputs, 2.0, out, lse)
+    if not live:
+        assert (out == 0).all() and (lse == -torch.inf).all()
+        return
+    chosen = weights[live].double() * math.log(2)
+    expected = 2.0 * chosen.softmax(0) @ values[live].double()
+    torch.testing.assert_close(out[0, 0].double(), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[0, 0].double(), chosen.logsumexp(0), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "int8"])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_poison_of_one_side_does_not_leak(side: str, kv_format: str) -> None:
+    """make_case poisons both; with one side cleaned the other alone is still harmless."""
+    case = make_case(length=77, kv_format=kv_format)
+    expected, _ = case.run(tile_tokens=64)
+    pages = getattr(case.inputs, f"{side}_pages").clone()
+    used = case.inputs.block_tables[0, :5]
+    mask = torch.ones(len(pages), 16, dtype=torch.bool)
+    mask[used[:4]] = False
+    mask[used[4], :13] = False
+    pages.transpose(1, 2)[mask] = 0
+    assert torch.equal(case.run(tile_tokens=64, **{f"{side}_pages": pages})[0], expected)
+
+
+def test_a_tile_of_padding_entries_does_not_read_page_zero() -> None:
+    case = make_case(length=77, kv_format="e4m3")
+    inputs = case.inputs
+    poison = torch.full_like(inputs.k_pages[:1], 0xFF)
+    wide = torch.nn.functional.pad(inputs.plan.blocks, (0, 40), value=0)
+    masks = torch.nn.functional.pad(inputs.plan.masks, (0, 40), value=-1)
+    out, _ = case.run(
+        tile_tokens=64,
+        k_pages=torch.cat((poison, inputs.k_pages)),
+        v_pages=torch.cat((poison, inputs.v_pages)),
+        block_tables=inputs.block_tables + 1,
+        plan=replace(inputs.plan, blocks=wide, masks=masks),
+    )
+    assert_near(out, case.expected, case.magnitude)
+
+
+def test_padding_groups_write_nothing() -> None:
+    """A graph captured for three groups, replayed with two: the third has request -1 and undefined lists."""
+    case = make_case(requests=2, gate=True)
+    plan = case.inputs.plan
+    captured = PackedPlan(
+        blocks=torch.cat((plan.blocks, torch.full_like(plan.blocks[:1], STALE))),
+        masks=torch.cat((plan.masks, torch.full_like(plan.masks[:1], -1))),
+        counts=torch.cat((plan.counts, torch.full_like(plan.counts[:1], STALE))),
+        group_request=torch.cat((plan.group_request, torch.full_like(plan.group_request[:1], -1))),
+        group_start=torch.cat((plan.group_start, torch.zeros_like(plan.group_start[:1]))),
+        group_rows=torch.cat((plan.group_rows, torch.zeros_like(plan.group_rows[:1]))),
+    )
+    padded = torch.cat((case.inputs.q, torch.full_like(case.inputs.q[:4], torch.nan)))
+    gate = torch.cat((torch.zeros_like(case.inputs.q), torch.full_like(case.inputs.q[:4], torch.nan)))
+    inputs = replace(case.inputs, q=padded, gate=gate, plan=captured)
+    for splits in (1, 3):
+        out, lse = torch.full_like(padded, 7.0), torch.full(padded.shape[:2], 7.0, device=DEVICE)
+        config = AttentionConfig(splits=splits, tile_tokens=16, num_warps=4, num_stages=2)
+        page4_attention_triton(inputs, config, out=out, lse=lse)
+        assert (out[8:] == 7).all() and (lse[8:] == 7).all()
+        expected = case.run(splits, gate=gate[:8])[0]
+        assert torch.equal(out[:8], expected)
+
+
+def test_mixtures_of_short_and_full_groups() -> None:
+    """Decode rows of one request and a prefill tail of another share a launch, whatever their numbers."""
+    case = make_case(length=64, rows=11, rows_per_group=8, requests=2)
+    assert sorted(case.inputs.plan.group_rows.tolist()) == [3, 3, 8, 8]
+    case.check(splits=2)
+
+
+def test_stale_block_table_entries_are_not_dereferenced() -> None:
+    case = make_case(length=400, topk=3, rows=2, rows_per_group=2)
+    expected, _ = case.run()
+    plan = case.inputs.plan
+    read = set((plan.blocks[0, : plan.counts[0]] // 4).tolist())
+    tables = case.inputs.block_tables.clone()
+    tables[0, [page for page in range(tables.shape[1]) if page not in read]] = -STALE
+    assert torch.equal(case.run(block_tables=tables)[0], expected)
+
+
+def test_pages_may_be_in_any_order() -> None:
+    case = make_case(length=200)
+    inputs = case.inputs
+    expected, _ = case.run(splits=2)
+    order = torch.randperm(len(inputs.k_pages), device=DEVICE)
+    used = inputs.block_tables < len(order)
+    tables = order.argsort()[inputs.block_tables.clamp(max=len(order) - 1)]
+    out, _ = case.run(
+        splits=2, k_pages=inputs.k_pages[order], v_pages=inputs.v_pages[order],
+        block_tables=torch.where(used, tables, STALE),
+    )  # fmt: skip
+    assert torch.equal(out, expected)
+
+
+def test_products_beyond_fp16_stay_finite() -> None:
+    """K of the largest code, q of one, D = 256: the product is 114,688, beyond FP16's 65,504."""
+    case = make_case(dim=256, kv_format="e4m3", length=32)
+    pages = torch.full_like(case.inputs.k_pages, 0x7E)
+    out, lse = case.run(2, k_pages=pages, q=torch.ones_like(case.inputs.q), softmax_scale=1.0)
+    assert out.isfinite().all()
+    assert ((lse > 114_688) & (lse < 114_688 + math.log(32) + 0.01)).all()
+
+
+def test_values_beyond_fp16_sums_stay_finite() -> None:
+    case = make_case(kv_format="fp16", length=64, dtype=torch.float16)
+    pages = torch.full_like(case.inputs.v_pages, 60_000.0)
+    out, _ = case.run(2, v_pages=pages)
+    torch.testing.assert_close(out, torch.full_like(out, 60_000.0), rtol=1e-3, atol=0.0)
+
+
+def test_error_of_fp16_probabilities_is_that_of_an_fp16_output() -> None:
+    """Probabilities are rounded to FP16, sums are FP32: the error is below twice that of a rounded output."""
+    case = make_case(length=500, topk=120, rows=4, kv_heads=1, dim=64)
+    errors = []
+    for q in (case.inputs.q, case.inputs.q.float()):
+        out, _ = replace(case, inputs=replace(case.inputs, q=q)).run(2, 64)
+        errors.append((out.double() - case.expected).norm())
+    rounded_output = (case.expected.half().double() - case.expected).norm()
+    assert rounded_output < errors[0] < 2 * rounded_output
+    assert errors[1] < 0.01 * rounded_output
+
+
+def test_page_offsets_exceed_31_bits() -> None:
+    """Page 2^17 of pages of 2^14 bytes begins 2^31 bytes in: the allocation is sparse until it is written."""
+    case = make_case(kv_heads=4, group=1, dim=256, kv_format="e4m3", length=20, rows=1, rows_per_group=1)
+    inputs = case.inputs
+    far = 2**17 + 5
+    pages = torch.empty(
+        far + len(inputs.k_pages), *inputs.k_pages.shape[1:], dtype=torch.uint8, device=DEVICE
+    )
+    pages[far:] = inputs.k_pages
+    assert pages.numel() > 2**31
+    tables = torch.where(inputs.block_tables < STALE, inputs.block_tables + far, STALE)
+    values = torch.empty_like(pages)
+    values[far:] = inputs.v_pages
+    out, _ = case.run(k_pages=pages, v_pages=values, block_tables=tables)
+    assert_near(out, case.expected, case.magnitude)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_format": "fp7"}, "unknown KV format"),
+        ({"kv_format": "e4m3"}, "must be torch.uint8"),
+        ({"k_scale": 0.0}, "k_scale"),
+        ({"v_scale": math.nan}, "v_scale"),
+        ({"rows_per_group": 9}, "rows_per_group"),
+        ({"v_pages": torch.zeros(1, 2, 16, 32).half()}, "v_pages"),
+        ({"q": torch.zeros(4, 5, 32).half()}, "query heads"),
+        ({"q": torch.zeros(4, 6, 48).half()}, "D one of"),
+        ({"q": torch.zeros(4, 6, 32).double()}, "float16 or float32"),
+        ({"gate": torch.zeros(4, 6, 32)}, "gate"),
+        ({"block_tables": torch.zeros(1, 5).int()}, "block_tables"),
+        ({"k_token_scales": torch.ones(8, 2, 16)}, "int8"),
+    ],
+)
+def test_inputs_that_disagree_are_refused(change: dict[str, Any], message: str) -> None:
+    inputs = make_case().inputs
+    with pytest.raises(InputError, match=message):
+        replace(inputs, **{k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in change.items()})
+
+
+def test_outputs_and_partials_of_another_call_are_refused() -> None:
+    inputs = make_case().inputs
+    config = AttentionConfig(splits=2, tile_tokens=16, num_warps=4, num_stages=2)
+    with pytest.raises(InputError, match="out must be"):
+        page4_attention_triton(inputs, config, out=torch.empty(4, 6, 32, device=DEVICE))
+    with pytest.raises(InputError, match="partials"):
+        page4_attention_triton(inputs, config, partials=Partials.empty(inputs, 3))
+    with pytest.raises(InputError, match="splits"):
+        AttentionConfig(splits=65, tile_tokens=16, num_warps=4, num_stages=2)
+    with pytest.raises(InputError, match="tile_tokens"):
+        AttentionConfig(splits=1, tile_tokens=48, num_warps=4, num_stages=2)
+
+
+def test_default_splits_fill_the_gpu() -> None:
+    inputs = make_case(length=2000, topk=512, rows=4).inputs  # one group of two KV heads
+    assert default_config(inputs, 132).splits > 4
+    assert default_config(inputs, 1).splits == 1
+
+
+SIGNATURE = {
+    "p_q": "*fp16", "stride_q_row": "i32:16", "stride_q_head": "i32:16",
+    "p_tables": "*i64", "stride_table": "i32", "p_blocks": "*i32", "p_masks": "*i32", "p_counts": "*i32",
+    "p_group_request": "*i32", "p_group_start": "*i32", "p_group_rows": "*i32", "capacity": "i32",
+    "p_gate": "*fp16", "stride_gate_row": "i32:16", "stride_gate_head": "i32:16",
+    "p_out": "*fp32", "p_lse": "*fp32", "score_factor": "fp32", "v_factor": "fp32",
+}  # fmt: skip
+
+
+# Triton has no tensor-core products for sm_70: its code is long and spills, so few cells are compiled.
+@pytest.mark.parametrize(
+    ("capability", "group", "dim", "kv_format"),
+    [
+        (70, 6, 64, "fp16"),
+        (70, 6, 64, "e4m3"),
+        *product((80, 90), (6, 12), (256,), ("fp16", "e4m3")),
+        *product((80, 90), (6,), (64,), ("e4m3", "int8")),
+    ],
+)
+def test_compiles_for_four_rows(capability: int, group: int, dim: int, kv_format: str) -> None:
+    case = make_case(kv_heads=1, group=group, dim=dim, kv_format=kv_format, length=16)
+    config = default_config(case.inputs, 132)
+    pages = "*fp16" if kv_format == "fp16" else "*i32"
+    scales = ("p_k_token_scales", "p_v_token_scales")
+    signature = SIGNATURE | {"p_k": pages, "p_v": pages}
+    constants: dict[str, Any] = {
+        "FORMAT": kv_format, "HQ": group, "HKV": 1, "D": dim, "ROWS": 4, "SPLITS": 4,
+        "BM": padded_members(case.inputs), "BN": config.tile_tokens,
+    }  # fmt: skip
+    if kv_format == "int8":
+        signature |= dict.fromkeys(scales, "*fp32")
+    else:
+        constants |= dict.fromkeys(scales)
+    compiled = compile_for(
+        page4_attention_kernel, signature, constants, capability,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if capability >= 80:
+        assert compiled.stack_bytes == 0
+        assert "mma" in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_merge_compiles(capability: int) -> None:
+    signature = {
+        "p_part": "*fp32", "p_part_lse": "*fp32", "p_group_start": "*i32", "p_group_rows": "*i32",
+        "p_gate": "*fp16", "stride_gate_row": "i32:16", "stride_gate_head": "i32:16",
+        "p_out": "*fp16", "p_lse": "*fp32", "v_factor": "fp32", "splits": "i32",
+    }  # fmt: skip
+    constants = {"HQ": 24, "HKV": 2, "D": 256, "ROWS": 4, "BS": 32, "CHUNK": 8}
+    compiled = compile_for(merge_kernel, signature, constants, capability, num_warps=2)
+    assert compiled.stack_bytes == 0
