@@ -1,0 +1,399 @@
+"""The prepare kernel against the references of its parts, over whole lives of requests."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from page4.kernels.codecs import BYTE_FLOATS, STORAGE_DTYPES, decode_kv, encode_int8_rows
+from page4.kernels.errors import InputError
+from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
+from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
+from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
+from page4.kernels.qsa_prepare_triton import qsa_prepare_kernel, qsa_prepare_triton, rotary_table
+from page4.kernels.step_rows import StepRows
+from tests.kernels.compile_targets import CAPABILITIES, compile_for
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HQ, HKV, HI, DIM, INDEX_DIM, ROTARY_DIM, THETA = 2, 2, 2, 32, 16, 8, 1e4
+PAGES, PAGES_OF_EACH, REQUESTS = 40, 12, 3
+FORMATS = ["fp32", "fp16", *BYTE_FLOATS, "int8"]
+# The interpreter truncates where a conversion to bfloat16 must round.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+ANGLES = rotary_table(256, ROTARY_DIM, THETA, DEVICE)
+
+
+@dataclass
+class Step:
+    """Projections of a step's rows, as slices of wider tensors: no two have the same row stride."""
+
+    q_gate: Tensor
+    k: Tensor
+    v: Tensor
+    index: Tensor
+
+    @classmethod
+    def random(cls, rows: int, dtype: torch.dtype, seed: int) -> Step:
+        generator = torch.Generator().manual_seed(seed)
+        wide = torch.randn(rows, HQ * 2 * DIM + 2 * HKV * DIM + (HI + 1) * INDEX_DIM, generator=generator)
+        sizes = (HQ * 2 * DIM, HKV * DIM, HKV * DIM, (HI + 1) * INDEX_DIM)
+        q_gate, k, v, index = (3.0 * wide).to(DEVICE, dtype).split(sizes, dim=1)
+        return cls(
+            q_gate.unflatten(1, (HQ, 2 * DIM)),
+            k.unflatten(1, (HKV, DIM)).clone(),
+            v.unflatten(1, (HKV, DIM)),
+            index,
+        )
+
+
+NORMS = QSANorms(
+    *(
+        0.3 * torch.randn(size, generator=torch.Generator().manual_seed(size + i)).to(DEVICE)
+        for i, size in enumerate((DIM, DIM, INDEX_DIM, INDEX_DIM))
+    )
+)
+
+
+def poisoned_storage(
+    kv_format: str = "fp16", index_dtype: torch.dtype = torch.float32, capacity: int = 8, ratio: int = 4
+) -> QSAStorage:
+    """Storage in which nothing may be read before it is written."""
+    shape, dtype = (PAGES, HKV, 16, DIM), STORAGE_DTYPES[kv_format]
+    poison = 0xFF if dtype == torch.uint8 else math.nan
+    scale = 0.02 if kv_format in BYTE_FLOATS else 1.0
+    int8 = kv_format == "int8"
+    return QSAStorage(
+        kv_format,
+        torch.full(shape, poison, dtype=dtype, device=DEVICE),
+        torch.full(shape, poison, dtype=dtype, device=DEVICE),
+        torch.full((REQUESTS, capacity, INDEX_DIM), math.nan, dtype=index_dtype, device=DEVICE),
+        torch.full((PAGES, 16 // ratio, INDEX_DIM), math.nan, dtype=index_dtype, device=DEVICE),
+        k_scale=scale,
+        v_scale=1.5 * scale if scale != 1.0 else 1.0,
+        k_scale_pages=torch.full(shape[:3], math.nan, device=DEVICE) if int8 else None,
+        v_scale_pages=torch.full(shape[:3], math.nan, device=DEVICE) if int8 else None,
+    )
+
+
+def copy(storage: QSAStorage) -> QSAStorage:
+    tensors = {name: x.clone() for name, x in vars(storage).items() if isinstance(x, Tensor)}
+    return replace(storage, **tensors)
+
+
+def block_tables(lengths: list[int]) -> Tensor:
+    """Shuffled pages; entries that the lengths do not need point nowhere."""
+    pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3))[: REQUESTS * PAGES_OF_EACH]
+    tables = pages.view(REQUESTS, PAGES_OF_EACH).clone()
+    for request, length in enumerate(lengths):
+        tables[request, -(-length // 16) :] = 10**9
+    return tables.to(DEVICE)
+
+
+def reference(step: Step, rows: StepRows, storage: QSAStorage, ratio: int) -> tuple[Tensor, Tensor]:
+    """What the launch shall do, from the references of its parts; storage is written in place."""
+    live = rows.positions >= 0
+    cos, sin = rotary_cos_sin(rows.positions.clamp_min(0), ROTARY_DIM, THETA)
+    q = apply_rope(rms_norm_zero_centred(step.q_gate[..., :DIM], NORMS.q), cos, sin)
+    k = apply_rope(rms_norm_zero_centred(step.k, NORMS.k), cos, sin)
+    index = step.index.unflatten(1, (HI + 1, INDEX_DIM))
+    index_q = apply_rope(rms_norm_zero_centred(index[:, :HI], NORMS.index_q), cos, sin)
+    for values, pages, scales, scale in (
+        (k, storage.k_pages, storage.k_scale_pages, storage.k_scale),
+        (step.v, storage.v_pages, storage.v_scale_pages, storage.v_scale),
+    ):
+        if scales is None:
+            write_kv_pages(values, pages, rows.slots, storage.kv_format, scale)
+        else:
+            slots = rows.slots[rows.slots >= 0]
+            codes, row_scales = encode_int8_rows(values[rows.slots >= 0])
+            pages[slots // 16, :, slots % 16] = codes
+            scales[slots // 16, :, slots % 16] = row_scales
+    for request in rows.request[live].unique().tolist():
+        mine = rows.request == request
+        update_index_keys(
+            index[mine, HI][None],
+            rows.positions[mine][None],
+            storage.ring,
+            torch.tensor([request], device=DEVICE),
+            storage.compressed_pages,
+            rows.block_tables[request][None],
+            NORMS.index_k,
+            ROTARY_DIM,
+            THETA,
+        )
+    return q, index_q
+
+
+def assert_same(actual: Tensor, expected: Tensor, ulps: float) -> None:
+    """Equal NaN, and numbers within some units of the dtype's last place."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    tolerance = ulps * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def assert_stored(actual: Tensor, expected: Tensor, kv_format: str) -> None:
+    """K may differ by one code, where the order of a sum decided a rounding; and that is rare."""
+    if actual.dtype != torch.uint8:
+        return assert_same(actual, expected, 4)
+
+    def order(codes: Tensor) -> Tensor:
+        if kv_format == "int8":
+            return decode_kv(codes, "int8").int()
+        magnitude = (codes & 0x7F).int()
+        return torch.where(codes >= 0x80, -magnitude, magnitude)
+
+    difference = (order(actual) - order(expected)).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() <= 0.002
+    return None
+
+
+def assert_same_storage(actual: QSAStorage, expected: QSAStorage) -> None:
+    kv_format = actual.kv_format
+    assert_stored(actual.k_pages, expected.k_pages, kv_format)
+    assert torch.equal(actual.v_pages.nan_to_num(9.0), expected.v_pages.nan_to_num(9.0))
+    assert torch.equal(actual.ring.nan_to_num(9.0), expected.ring.nan_to_num(9.0))
+    assert_same(actual.compressed_pages, expected.compressed_pages, 4)
+    if actual.k_scale_pages is not None:
+        assert expected.k_scale_pages is not None and expected.v_scale_pages is not None
+        assert actual.v_scale_pages is not None
+        assert_same(actual.k_scale_pages, expected.k_scale_pages, 4)
+        assert torch.equal(actual.v_scale_pages.nan_to_num(9.0), expected.v_scale_pages.nan_to_num(9.0))
+
+
+def run(
+    step: Step, rows: StepRows, storage: QSAStorage, rows_per_program: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return qsa_prepare_triton(
+        step.q_gate,
+        step.k,
+        step.v,
+        step.index,
+        NORMS,
+        ANGLES,
+        rows,
+        storage,
+        rows_per_program=rows_per_program,
+    )
+
+
+def play(
+    steps: list[list[tuple[int, int, int]]],
+    storage: QSAStorage,
+    dtype: torch.dtype = torch.float32,
+    rows_per_program: int | None = 8,
+    padding: int = 0,
+) -> None:
+    """Steps of ``(request, start, rows)`` by kernel and reference, each compared in full."""
+    expected = copy(storage)
+    ratio = 16 // storage.compressed_pages.shape[1]
+    for number, segments in enumerate(steps):
+        requests, starts, counts = (list(column) for column in zip(*segments, strict=True))
+        lengths = [0] * REQUESTS
+        for request, start, count in segments:
+            lengths[request] = start + count
+        rows = StepRows.of(starts, counts, block_tables(lengths), requests, sum(counts) + padding)
+        step = Step.random(len(rows.positions), dtype, number)
+        q, index_q = run(step, rows, storage, rows_per_program)
+        expected_q, expected_index_q = reference(step, rows, expected, ratio)
+        live = rows.positions >= 0
+        assert_same(q[live], expected_q[live], 4)
+        assert_same(index_q[live], expected_index_q[live], 4)
+        assert_same_storage(storage, expected)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_prompt_and_a_verify_step_in_every_format(kv_format: str) -> None:
+    steps = [[(1, 0, 9), (0, 0, 6)], [(0, 6, 4), (1, 9, 4)]]
+    play(steps, poisoned_storage(kv_format), torch.float16, padding=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows_per_program", "chunk"), [(None, 2), (2, 5), (16, 19)])
+def test_activations_and_tiles(dtype: torch.dtype, rows_per_program: int | None, chunk: int) -> None:
+    steps = [[(2, 0, chunk), (0, 0, 3)], [(0, 3, 1), (2, chunk, 4)]]
+    play(steps, poisoned_storage("e4m3", torch.float16), dtype, rows_per_program, padding=1)
+
+
+@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("counts", [(1, 2, 3), (4, 5, 7), (6, 9, 21)])
+def test_blocks_that_span_ring_and_rows(start: int, counts: tuple[int, int, int]) -> None:
+    """Every phase of the open block with row counts around the ring's 8, in tiles that cut requests apart."""
+    prompts = [(request, 0, start) for request in range(3) if start]
+    chunks = [(request, start, count) for request, count in enumerate(counts)]
+    verify = [(request, start + count, 1) for request, count in enumerate(counts)]
+    steps = [segments for segments in (prompts, chunks, verify) if segments]
+    play(steps, poisoned_storage(), rows_per_program=4)
+
+
+@pytest.mark.parametrize(("ratio", "capacity"), [(1, 4), (2, 6), (8, 16), (16, 16)])
+def test_other_compress_ratios(ratio: int, capacity: int) -> None:
+    storage = poisoned_storage(ratio=ratio, capacity=capacity)
+    play([[(0, 0, 21)], [(0, 21, 4), (1, 0, 17)], [(0, 25, 4), (1, 17, 3)], [(0, 29, 4)]], storage)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_random_lives(data: st.DataObject) -> None:
+    """Requests that come and go, prompts in chunks, rejected rows that are written again."""
+    tokens = [0] * REQUESTS
+    steps = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        requests = data.draw(st.permutations(range(REQUESTS)))[: data.draw(st.integers(1, REQUESTS))]
+        segments = []
+        for request in requests:
+            if tokens[request] > 150:
+                tokens[request] = 0
+            count = data.draw(st.sampled_from([1, 4, 4, 2, 7, 11]))
+            segments.append((request, tokens[request], count))
+            # A verify step may keep fewer rows than it wrote; those of a prompt all stay.
+            tokens[request] += data.draw(st.integers(1, count)) if count <= 4 else count
+        steps.append(segments)
+    play(
+        steps,
+        poisoned_storage(data.draw(st.sampled_from(FORMATS))),
+        rows_per_program=data.draw(st.sampled_from([4, 16])),
+        padding=data.draw(st.integers(0, 3)),
+    )
+
+
+def test_only_padding_writes_nothing() -> None:
+    storage = poisoned_storage("e4m3")
+    before = copy(storage)
+    rows = StepRows.of([], [], block_tables([0] * REQUESTS), rows=5)
+    step = Step.random(5, torch.float32, 0)
+    q = torch.full((5, HQ, DIM), 7.0, device=DEVICE)
+    index_q = torch.full((5, HI, INDEX_DIM), 7.0, device=DEVICE)
+    qsa_prepare_triton(
+        step.q_gate, step.k, step.v, step.index, NORMS, ANGLES, rows, storage, q=q, index_q=index_q
+    )
+    assert (q == 7.0).all() and (index_q == 7.0).all()
+    for name, x in vars(storage).items():
+        if isinstance(x, Tensor):
+            assert torch.equal(x.nan_to_num(9.0), getattr(before, name).nan_to_num(9.0))
+
+
+def test_a_slot_of_minus_one_keeps_the_last_slot() -> None:
+    storage = poisoned_storage("fp32")
+    rows = StepRows.of([0], [2], block_tables([2, 0, 0]))
+    run(Step.random(2, torch.float32, 0), replace(rows, slots=torch.full_like(rows.slots, -1)), storage)
+    assert storage.k_pages.isnan().all() and storage.v_pages.isnan().all()
+    assert storage.ring[0, :2].isfinite().all()
+
+
+def test_no_rows() -> None:
+    rows = StepRows.of([], [], block_tables([0] * REQUESTS))
+    q, index_q = run(Step.random(0, torch.float32, 0), rows, poisoned_storage())
+    assert q.shape == (0, HQ, DIM) and index_q.shape == (0, HI, INDEX_DIM)
+
+
+def test_the_split_of_a_prompt_does_not_change_a_bit() -> None:
+    step = Step.random(37, torch.float32, 1)
+    tables = block_tables([37, 0, 0])
+    whole, pieces = poisoned_storage("e4m3"), poisoned_storage("e4m3")
+    run(step, StepRows.of([0], [37], tables), whole, rows_per_program=16)
+    for start, stop in ((0, 5), (5, 6), (6, 22), (22, 37)):
+        part = Step(*(x[start:stop] for x in vars(step).values()))
+        run(part, StepRows.of([start], [stop - start], tables), pieces, rows_per_program=8)
+    for name, x in vars(whole).items():
+        if isinstance(x, Tensor):
+            assert torch.equal(x.nan_to_num(9.0), getattr(pieces, name).nan_to_num(9.0)), name
+
+
+def test_far_positions_turn_as_in_the_reference() -> None:
+    """Near 2^18 the angles of an FP32 table are what the reference uses; those of a position beyond, NaN."""
+    table = rotary_table(2**18, ROTARY_DIM, THETA)
+    cos, sin = rotary_cos_sin(torch.tensor([2**18 - 1]), ROTARY_DIM, THETA)
+    assert torch.equal(table[-1], torch.cat((cos[0, : ROTARY_DIM // 2], sin[0, : ROTARY_DIM // 2])))
+    step = Step.random(1, torch.float32, 0)
+    rows = StepRows.of([len(ANGLES)], [1], torch.zeros(1, 17, dtype=torch.int64, device=DEVICE))
+    q, _ = run(step, rows, poisoned_storage())
+    assert q[..., :ROTARY_DIM].isnan().all() and q[..., ROTARY_DIM:].isfinite().all()
+
+
+def call(**changes: object) -> None:
+    """A launch of five rows with some arguments replaced, by name."""
+    step = Step.random(5, torch.float32, 0)
+    arguments: dict[str, object] = {
+        **vars(step),
+        "norms": NORMS,
+        "angles": ANGLES,
+        "rows": StepRows.of([0], [5], block_tables([5, 0, 0])),
+        "storage": poisoned_storage("e4m3"),
+    }
+    qsa_prepare_triton(**(arguments | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_gate": torch.zeros(5, HQ, DIM)}, "q_gate"),
+        ({"k": torch.zeros(5, HKV * DIM)}, "k must have 3 axes"),
+        ({"v": torch.zeros(4, HKV, DIM)}, "v"),
+        ({"v": torch.zeros(5, HKV, DIM, dtype=torch.float16)}, "v is torch.float16"),
+        ({"k": torch.zeros(5, DIM, HKV).mT}, "k must be contiguous within a row"),
+        ({"index": torch.zeros(5, INDEX_DIM)}, "index"),
+        ({"angles": torch.zeros(64, 2 * DIM)}, "rotary_dim must not exceed"),
+        ({"angles": torch.zeros(64, 6)}, "powers of two"),
+        ({"norms": replace(NORMS, k=torch.zeros(DIM + 1))}, "norm weight k"),
+        ({"rows": StepRows.of([0], [4], block_tables([5, 0, 0]))}, "rows.positions"),
+        ({"storage": poisoned_storage("e4m3", capacity=3)}, "ring"),
+        ({"storage": replace(poisoned_storage("e4m3"), kv_format="fp16")}, "k_pages"),
+        ({"storage": replace(poisoned_storage("e4m3"), kv_format="fp7")}, "unknown KV format"),
+        ({"storage": replace(poisoned_storage("e4m3"), k_scale=0.0)}, "k_scale"),
+        ({"storage": replace(poisoned_storage("e4m3"), v_scale=math.nan)}, "v_scale"),
+        ({"storage": replace(poisoned_storage("fp16"), v_scale=2.0)}, "v_scale of format fp16"),
+        ({"storage": replace(poisoned_storage("int8"), k_scale_pages=None)}, "k_scale_pages"),
+        ({"q": torch.zeros(5, HQ, 2 * DIM)[..., :DIM]}, "q must be contiguous"),
+    ],
+)
+def test_wrong_inputs_are_refused(changes: dict[str, object], message: str) -> None:
+    moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changes.items()}
+    with pytest.raises(InputError, match=message):
+        call(**moved)
+
+
+POINTERS = {
+    **dict.fromkeys(("p_q_gate", "p_k", "p_v", "p_index", "p_q", "p_index_q"), "*fp16"),
+    **dict.fromkeys(("p_q_norm", "p_k_norm", "p_index_q_norm", "p_index_k_norm"), "*fp16"),
+    **dict.fromkeys(("p_positions", "p_slots", "p_block_tables"), "*i64"),
+    **dict.fromkeys(("p_request", "p_row_index", "p_row_count"), "*i32"),
+    **dict.fromkeys(("p_ring", "p_compressed"), "*fp16"),
+    "p_angles": "*fp32",
+}
+SCALARS = {
+    **dict.fromkeys(("stride_q_gate", "stride_k", "stride_v", "stride_index"), "i32:16"),
+    **dict.fromkeys(("num_angles", "stride_block_tables", "rows"), "i32"),
+    **dict.fromkeys(("k_scale", "v_scale", "eps"), "fp32"),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("kv_format", "rows_per_program"), [("e4m3", 1), ("e4m3", 2), ("fp16", 2), ("int8", 2)]
+)
+def test_compiles_without_spills(capability: int, kv_format: str, rows_per_program: int) -> None:
+    stored = "*fp16" if kv_format == "fp16" else "*u8"
+    signature = POINTERS | SCALARS | dict.fromkeys(("p_k_pages", "p_v_pages"), stored)
+    constants: dict[str, object] = {
+        **{"HQ": 24, "HKV": 2, "HI": 4, "D": 256, "DI": 128, "HALF": 32, "RATIO": 4, "RING": 8},
+        **{"FORMAT": kv_format, "NATIVE": capability >= 90, "BM": rows_per_program},
+    }
+    scales = ("p_k_scales", "p_v_scales")
+    if kv_format == "int8":
+        signature |= dict.fromkeys(scales, "*fp32")
+    else:
+        constants |= dict.fromkeys(scales)
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    compiled = compile_for(qsa_prepare_kernel, signature, constants, capability, **options)
+    assert compiled.stack_bytes == 0
+    # Neither fused nor approximate: the reference rounds every product and quotient.
+    assert not re.search(r"fma|div\.full|div\.approx", compiled.ptx)
+    assert "ld.global.v4.b32" in compiled.ptx or "ld.global.v2.b32" in compiled.ptx
