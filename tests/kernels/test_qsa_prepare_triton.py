@@ -295,9 +295,10 @@ def test_no_rows() -> None:
 
 
 def test_the_split_of_a_prompt_does_not_change_a_bit() -> None:
+    """Even with a ring of fewer bits than the activations: keys are rounded to it, read from it or not."""
     step = Step.random(37, torch.float32, 1)
     tables = block_tables([37, 0, 0])
-    whole, pieces = poisoned_storage("e4m3"), poisoned_storage("e4m3")
+    whole, pieces = (replace(s, ring=s.ring.half()) for s in map(poisoned_storage, ("e4m3", "e4m3")))
     run(step, StepRows.of([0], [37], tables), whole, rows_per_program=16)
     for start, stop in ((0, 5), (5, 6), (6, 22), (22, 37)):
         part = Step(*(x[start:stop] for x in vars(step).values()))
@@ -305,6 +306,27 @@ def test_the_split_of_a_prompt_does_not_change_a_bit() -> None:
     for name, x in vars(whole).items():
         if isinstance(x, Tensor):
             assert torch.equal(x.nan_to_num(9.0), getattr(pieces, name).nan_to_num(9.0)), name
+
+
+def test_pages_beyond_two_gibibytes() -> None:
+    """Memory that is never touched costs nothing, so this runs anywhere."""
+    near = poisoned_storage("e4m3")
+    page_bytes = near.k_pages[0].numel()
+    pages = 2**31 // page_bytes + 2
+    far = replace(
+        near,
+        k_pages=torch.empty(pages, *near.k_pages.shape[1:], dtype=torch.uint8, device=DEVICE),
+        v_pages=torch.empty(pages, *near.v_pages.shape[1:], dtype=torch.uint8, device=DEVICE),
+        compressed_pages=torch.empty(pages, *near.compressed_pages.shape[1:], device=DEVICE),
+        ring=near.ring.clone(),
+    )
+    step = Step.random(4, torch.float32, 0)
+    tables = torch.tensor([[1]], device=DEVICE)
+    run(step, StepRows.of([0], [4], tables), near)
+    run(step, StepRows.of([0], [4], tables + pages - 2), far)
+    for name in ("k_pages", "v_pages"):
+        assert torch.equal(getattr(far, name)[-1, :, :4], getattr(near, name)[1, :, :4])
+    assert torch.equal(far.compressed_pages[-1, 0], near.compressed_pages[1, 0])
 
 
 def test_far_positions_turn_as_in_the_reference() -> None:
