@@ -123,6 +123,11 @@ class BlockTables:
         self._tables[request] = -1
         self._closed.append(request)
 
+    @property
+    def tensor(self) -> Tensor:
+        """All tables, int64 ``[requests, pages]``; a new tensor after they had to grow."""
+        return self._tables
+
     def of(self, requests: Tensor, length: int) -> RequestPages:
         """Tables of requests ``[B]``, as wide as ``length`` tokens need."""
         return RequestPages(self._tables[requests, : pages_for(length)])

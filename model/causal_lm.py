@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from page4.kernels.backend import resolve_backend
 from page4.kernels.errors import InputError
 from page4.kvcache.cache import CacheConfig, CacheGeometry, HybridCache
 
@@ -17,7 +18,9 @@ from .config import Qwen4ExpConfig
 from .decoder import Trunk
 from .loader import load_weights
 from .mtp import MTPHead
+from .qsa import QSAttention
 from .rows import RowBatch, Segment
+from .step import Step
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,11 @@ class Qwen4ExpForCausalLM(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        cls,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        backend: str = "reference",
     ) -> Self:
         """Load ``config.json`` and safetensors shards.
 
@@ -52,6 +59,7 @@ class Qwen4ExpForCausalLM(nn.Module):
             folder: a Hugging Face model folder.
             dtype: activations and weights; default FP16 on CUDA (a V100 has no BF16) and FP32 elsewhere.
             device: where the model lives.
+            backend: implementation of the hot paths, see :meth:`use_backend`.
         Raises:
             InputError: a file is missing, truncated, or does not fit the config.
         """
@@ -63,7 +71,19 @@ class Qwen4ExpForCausalLM(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         load_weights(model, folder, dtype, device, config.split_ngram_parts)
+        model.use_backend(backend)
         return model.eval().requires_grad_(False)
+
+    def use_backend(self, name: str) -> None:
+        """Runs the hot paths on ``reference`` (PyTorch) or ``triton`` kernels; see ``page4.kernels.backend``.
+
+        Raises:
+            InputError: no such backend, or it cannot run here.
+        """
+        backend = resolve_backend(name, self.device.type)
+        for module in self.modules():
+            if isinstance(module, QSAttention):
+                module.backend = backend
 
     @property
     def device(self) -> torch.device:
@@ -112,9 +132,9 @@ class Qwen4ExpForCausalLM(nn.Module):
         """
         if self.mtp is None or cache.draft is None:
             raise InputError("this checkpoint has no MTP head: set num_draft_tokens to 0")
-        cos, sin = self.model.rotary(batch.positions)
+        step = Step(batch, self.config, cache.tables)
         embedding = self.model.embed_tokens(batch.token_ids).to(streams.dtype)
-        return self.mtp(embedding, streams, batch, cos, sin, cache.draft)
+        return self.mtp(embedding, streams, step, cache.draft)
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from .moe import MoE
 from .ple import PerLayerEmbedding
 from .qsa import QSAttention
 from .rows import RowBatch
+from .step import Step
 
 
 class DecoderLayer(nn.Module):
@@ -34,20 +35,18 @@ class DecoderLayer(nn.Module):
         self.attn_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
 
-    def forward(
-        self, residual: Tensor, batch: RowBatch, cos: Tensor, sin: Tensor, cache: LayerCache
-    ) -> Tensor:
+    def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """Rows of a step ``[N, S*H] -> [N, S*H]``."""
         if self.ple is not None:
             assert isinstance(cache.ple, ConvSlots)
-            residual = self.ple(residual, batch, cache.ple)
+            residual = self.ple(residual, step.batch, cache.ple)
         x, inject = self.attn_hyper_connection.read(residual)
         if self.linear_attn is not None:
             assert isinstance(cache.mixer, GatedDeltaSlots)
-            y = self.linear_attn(x, batch, cache.mixer)
+            y = self.linear_attn(x, step.batch, cache.mixer)
         else:
             assert self.self_attn is not None and isinstance(cache.mixer, QSALayerCache)
-            y = self.self_attn(x, batch, cos, sin, cache.mixer)
+            y = self.self_attn(x, step, cache.mixer)
         residual = self.attn_hyper_connection.write(residual, y, inject)
         x, inject = self.mlp_hyper_connection.read(residual)
         return self.mlp_hyper_connection.write(residual, self.mlp(x), inject)
@@ -76,9 +75,9 @@ class Trunk(nn.Module):
     def forward(self, batch: RowBatch, cache: HybridCache) -> Tensor:
         """Residual streams ``[N, S*H]`` before the final mixer."""
         residual = self.embed(batch.token_ids, self.hyper_connection_mixer.hc_norm.weight.dtype)
-        cos, sin = self.rotary(batch.positions)
+        step = Step(batch, self.config, cache.tables)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            residual = layer(residual, batch, cos, sin, layer_cache)
+            residual = layer(residual, step, layer_cache)
         return residual
 
 

@@ -10,7 +10,7 @@ from page4.kvcache.cache import LayerCache
 from .config import Qwen4ExpConfig
 from .decoder import DecoderLayer
 from .hyper_connection import HyperConnection
-from .rows import RowBatch
+from .step import Step
 from .weights import Weight, projection
 
 
@@ -41,8 +41,6 @@ class MTPHead(nn.Module):
         h = self.fc_hidden(normed.unflatten(-1, (self.streams, -1)))  # [N, S, H]
         return (h + e.unsqueeze(-2)).flatten(-2).to(streams.dtype)
 
-    def forward(
-        self, embedding: Tensor, streams: Tensor, batch: RowBatch, cos: Tensor, sin: Tensor, cache: LayerCache
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, streams: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """New streams ``[N, S*H]``; the final mixer turns them into the LM head's input."""
-        return self.layers[0](self.combine(embedding, streams), batch, cos, sin, cache)
+        return self.layers[0](self.combine(embedding, streams), step, cache)

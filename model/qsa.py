@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from page4.kernels.block_select import index_scores, select_blocks, union_plan
+from page4.kernels.backend import Backend
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred
-from page4.kernels.page4_attention import page4_attention_reference
-from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
-from page4.kvcache.cache import QSALayerCache, RequestPages
+from page4.kvcache.cache import QSALayerCache
 
 from .config import Qwen4ExpConfig
-from .rows import RowBatch
+from .qsa_reference import attend_reference
+from .step import Step
 from .weights import Weight, projection
-
-# Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more
-# masked products; a decode step always forms one group per request.
-PREFILL_ROWS_PER_GROUP = 64
-
-# Index scores held at once: near a CPU's caches, or enough to fill a GPU.
-_SCORE_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
 
 
 class Indexer(nn.Module):
@@ -62,6 +53,7 @@ class QSAttention(nn.Module):
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
+        self.backend: Backend = "reference"
         self.softmax_scale = config.head_dim**-0.5
         hidden = config.hidden_size
         self.q_proj = projection(2 * self.heads * self.head_dim, hidden)
@@ -86,87 +78,10 @@ class QSAttention(nn.Module):
         gated = attended.flatten(-2).float() * torch.sigmoid(gate.float())
         return self.o_proj(gated.to(gate.dtype))
 
-    def forward(self, x: Tensor, batch: RowBatch, cos: Tensor, sin: Tensor, cache: QSALayerCache) -> Tensor:
+    def forward(self, x: Tensor, step: Step, cache: QSALayerCache) -> Tensor:
         """Rows of a step ``[N, H] -> [N, H]``: writes their K, V and index keys, then attends."""
-        q, k, v, gate = self.project(x, cos, sin)
-        projected = self.indexer.index_qk_proj(x)
-        index_q = self.indexer.query(projected, cos, sin)
-        raw_keys = self.indexer.raw_key(projected)
-        attended = torch.empty(q.shape, dtype=torch.float32, device=x.device)
-        for group in batch.groups:
-            pages = cache.pages(group.requests, group.longest)
-            positions = group.rows_of(batch.positions)
-            self._write(group.rows_of(k), group.rows_of(v), positions, cache, pages)
-            self._write_index(group.rows_of(raw_keys), positions, group.requests, cache, pages)
-            queries, index_queries = group.rows_of(q), group.rows_of(index_q)
-            rows_per_group = group.length if group.decode else PREFILL_ROWS_PER_GROUP
-            # As many requests at once as memory allows.
-            scores = group.length * max(1, group.longest // self.indexer.ratio)
-            at_once = max(1, _SCORE_ELEMENTS.get(x.device.type, _SCORE_ELEMENTS["cpu"]) // scores)
-            parts = []
-            for first in range(0, len(queries), at_once):
-                some = slice(first, first + at_once)
-                tables = pages.tables[some]
-                parts.append(
-                    self._attend(
-                        queries[some], index_queries[some], positions[some], tables, rows_per_group, cache
-                    )
-                )
-            group.put_rows(attended, torch.cat(parts))
-        return self.finish(attended, gate)
+        if self.backend == "triton":
+            from .qsa_triton import attend_triton  # see Step.kernels
 
-    def _write(
-        self, k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages
-    ) -> None:
-        slots = pages.slots(positions).flatten()
-        write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, cache.format.name, cache.k_scale)
-        write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, cache.format.name, cache.v_scale)
-
-    def _write_index(
-        self, raw: Tensor, positions: Tensor, requests: Tensor, cache: QSALayerCache, pages: RequestPages
-    ) -> None:
-        update_index_keys(
-            raw,
-            positions,
-            cache.ring,
-            requests,
-            cache.compressed_pages,
-            pages.tables,
-            self.indexer.k_layernorm.weight,
-            self.indexer.rotary_dim,
-            self.indexer.rope_theta,
-            self.eps,
-        )
-
-    def _attend(
-        self,
-        q: Tensor,
-        index_q: Tensor,
-        positions: Tensor,
-        tables: Tensor,
-        rows_per_group: int,
-        cache: QSALayerCache,
-    ) -> Tensor:
-        """Attention of ``[B, T]`` rows, ``[B, T, Hq, D]``."""
-        ratio = self.indexer.ratio
-        # A shorter request's missing pages read as page 0: blocks a row does not see are never chosen.
-        compressed = rearrange(
-            cache.compressed_pages[tables.clamp_min(0)], "b page block dim -> b (page block) dim"
-        )
-        scores = index_scores(index_q, compressed).flatten(0, 1)
-        flat_positions = positions.flatten()
-        visible = (flat_positions + 1) // ratio  # complete blocks each row may choose from
-        selected = select_blocks(scores, visible, self.indexer.block_topk)
-        plan = union_plan(selected, flat_positions, rows_per_group, ratio, requests=len(positions))
-        out, _ = page4_attention_reference(
-            q.flatten(0, 1),
-            cache.k_pages,
-            cache.v_pages,
-            tables,
-            plan,
-            cache.format.name,
-            cache.k_scale,
-            cache.v_scale,
-            self.softmax_scale,
-        )
-        return out.view(q.shape)
+            return self.o_proj(attend_triton(self, x, step, cache).flatten(1))
+        return attend_reference(self, x, step, cache)

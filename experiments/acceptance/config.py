@@ -45,6 +45,7 @@ class AcceptanceConfig:
         prompts: Folder of `.txt` files; None is the held-out texts that come with the package.
         texts: Names of the texts to use; empty means all.
         device: "auto" is CUDA when there is one.
+        backend: Implementation of the sparse layers: PyTorch "reference" or "triton" kernels.
         seed: Decides anchors, nonces and resampling.
         arms: (name, target format, draft format, nonce id) each. The first is the baseline. An arm with the
             baseline's formats and another nonce is an A/A control: what it differs by is noise.
@@ -70,6 +71,7 @@ class AcceptanceConfig:
     prompts: Path | None = None
     texts: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["reference", "triton"] = "reference"
     seed: int = 0
     arms: tuple[tuple[str, str, str, int], ...] = (
         ("fp16", "fp16", "fp16", 0),

@@ -49,7 +49,7 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
     folder = config.model or CHECKPOINT
     _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))
-    model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device)
+    model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
     with ResultFolder(out, config, inputs=_digests(folder, prompts)) as results:
         scales = calibrated_scales(config, model, prompts.beginnings(), results)
         measurer = Measurer(model, config, prompts, scales)

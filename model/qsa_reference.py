@@ -1,0 +1,109 @@
+"""The sparse layer on the reference kernels, for any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from page4.kernels.block_select import index_scores, select_blocks, union_plan
+from page4.kernels.page4_attention import page4_attention_reference
+from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
+from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.pages import RequestPages
+
+from .step import Step
+
+if TYPE_CHECKING:
+    from .qsa import QSAttention
+
+# Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more
+# masked products; a decode step always forms one group per request.
+PREFILL_ROWS_PER_GROUP = 64
+
+# Index scores held at once: near a CPU's caches, or enough to fill a GPU.
+_SCORE_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
+
+
+def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCache) -> Tensor:
+    """Rows of a step ``[N, H] -> [N, H]``: writes their K, V and index keys, then attends."""
+    batch, (cos, sin) = step.batch, step.rotary
+    q, k, v, gate = layer.project(x, cos, sin)
+    projected = layer.indexer.index_qk_proj(x)
+    index_q = layer.indexer.query(projected, cos, sin)
+    raw_keys = layer.indexer.raw_key(projected)
+    attended = torch.empty(q.shape, dtype=torch.float32, device=x.device)
+    for group in batch.groups:
+        pages = cache.pages(group.requests, group.longest)
+        positions = group.rows_of(batch.positions)
+        _write(group.rows_of(k), group.rows_of(v), positions, cache, pages)
+        update_index_keys(
+            group.rows_of(raw_keys),
+            positions,
+            cache.ring,
+            group.requests,
+            cache.compressed_pages,
+            pages.tables,
+            layer.indexer.k_layernorm.weight,
+            layer.indexer.rotary_dim,
+            layer.indexer.rope_theta,
+            layer.eps,
+        )
+        queries, index_queries = group.rows_of(q), group.rows_of(index_q)
+        rows_per_group = group.length if group.decode else PREFILL_ROWS_PER_GROUP
+        # As many requests at once as memory allows.
+        scores = group.length * max(1, group.longest // layer.indexer.ratio)
+        at_once = max(1, _SCORE_ELEMENTS.get(x.device.type, _SCORE_ELEMENTS["cpu"]) // scores)
+        parts = []
+        for first in range(0, len(queries), at_once):
+            some = slice(first, first + at_once)
+            tables = pages.tables[some]
+            parts.append(
+                _attend(
+                    layer, queries[some], index_queries[some], positions[some], tables, rows_per_group, cache
+                )
+            )
+        group.put_rows(attended, torch.cat(parts))
+    return layer.finish(attended, gate)
+
+
+def _write(k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages) -> None:
+    slots = pages.slots(positions).flatten()
+    write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, cache.format.name, cache.k_scale)
+    write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, cache.format.name, cache.v_scale)
+
+
+def _attend(
+    layer: QSAttention,
+    q: Tensor,
+    index_q: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    rows_per_group: int,
+    cache: QSALayerCache,
+) -> Tensor:
+    """Attention of ``[B, T]`` rows, ``[B, T, Hq, D]``."""
+    ratio = layer.indexer.ratio
+    # A shorter request's missing pages read as page 0: blocks a row does not see are never chosen.
+    compressed = rearrange(
+        cache.compressed_pages[tables.clamp_min(0)], "b page block dim -> b (page block) dim"
+    )
+    scores = index_scores(index_q, compressed).flatten(0, 1)
+    flat_positions = positions.flatten()
+    visible = (flat_positions + 1) // ratio  # complete blocks each row may choose from
+    selected = select_blocks(scores, visible, layer.indexer.block_topk)
+    plan = union_plan(selected, flat_positions, rows_per_group, ratio, requests=len(positions))
+    out, _ = page4_attention_reference(
+        q.flatten(0, 1),
+        cache.k_pages,
+        cache.v_pages,
+        tables,
+        plan,
+        cache.format.name,
+        cache.k_scale,
+        cache.v_scale,
+        layer.softmax_scale,
+    )
+    return out.view(q.shape)

@@ -1,0 +1,121 @@
+"""The sparse layer on the Triton kernels: prepare, score, select and plan, attend."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from page4.kernels.block_plan import MAX_GROUP_ROWS, PackedPlan, RowGroups, plan_capacity
+from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
+from page4.kernels.errors import InputError
+from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.page4_attention_inputs import AttentionInputs
+from page4.kernels.page4_attention_triton import page4_attention_triton
+from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
+from page4.kernels.qsa_prepare_triton import qsa_prepare_triton, rotary_table
+from page4.kernels.step_rows import StepRows
+from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.pages import BlockTables
+
+from .config import Qwen4ExpConfig
+from .rows import RowBatch
+from .step import Step
+
+if TYPE_CHECKING:
+    from .qsa import QSAttention
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """What the Triton kernels of the sparse layers read and reuse, layer after layer.
+
+    Attributes:
+        rows: requests, positions and slots of the rows.
+        groups: adjacent rows that share a list of blocks: a decoding request's rows, or 8 rows of a prompt.
+        scores: FP32 ``[N, NB]`` workspace of index scores.
+        selection: workspace of the selection.
+        plan: the plan, overwritten by every layer.
+    """
+
+    rows: StepRows
+    groups: RowGroups
+    scores: Tensor
+    selection: SelectionWorkspace
+    plan: PackedPlan
+
+    @classmethod
+    def of(cls, batch: RowBatch, tables: BlockTables, config: Qwen4ExpConfig) -> KernelStep:
+        """Lists and workspaces for a batch.
+
+        Raises:
+            InputError: blocks of other than 4 tokens, which the packed plan cannot hold.
+        """
+        ratio = config.indexer_compress_ratio
+        if ratio != 4:
+            raise InputError(f"backend 'triton' needs indexer_compress_ratio 4, the model has {ratio}")
+        segments = batch.segments
+        device = batch.positions.device
+        requests = [s.request for s in segments]
+        counts = [s.length for s in segments]
+        rows = StepRows.of([s.position for s in segments], counts, tables.tensor, requests)
+        rows_per_group = min(MAX_GROUP_ROWS, max(counts))
+        groups = RowGroups.of(counts, rows_per_group, requests, device=device)
+        max_blocks = max(-(-(s.position + s.length) // ratio) for s in segments)
+        scores = batch.positions.new_empty(len(batch.positions), max_blocks, dtype=torch.float32)
+        selection = SelectionWorkspace.allocate(len(batch.positions), max_blocks, config.block_topk, device)
+        capacity = plan_capacity(rows_per_group, config.block_topk, max_blocks)
+        return cls(rows, groups, scores, selection, empty_plan(groups, capacity))
+
+
+def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCache) -> Tensor:
+    """Gated attention ``[N, Hq, D]`` of a step's rows ``[N, H]``; writes their K, V and index keys."""
+    kernels, indexer = step.kernels, layer.indexer
+    q_gate = layer.q_proj(x).unflatten(-1, (layer.heads, 2 * layer.head_dim))
+    k = layer.k_proj(x).unflatten(-1, (layer.kv_heads, layer.head_dim))
+    v = layer.v_proj(x).unflatten(-1, (layer.kv_heads, layer.head_dim))
+    norms = QSANorms(
+        q=layer.q_norm.weight,
+        k=layer.k_norm.weight,
+        index_q=indexer.q_layernorm.weight,
+        index_k=indexer.k_layernorm.weight,
+    )
+    angles = _angles(step.config.max_position_embeddings, indexer.rotary_dim, indexer.rope_theta, x.device)
+    storage = QSAStorage(
+        kv_format=cache.format.name,
+        k_pages=cache.k_pages,
+        v_pages=cache.v_pages,
+        ring=cache.ring,
+        compressed_pages=cache.compressed_pages,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+    )
+    q, index_q = qsa_prepare_triton(
+        q_gate, k, v, indexer.index_qk_proj(x), norms, angles, kernels.rows, storage, layer.eps
+    )
+    positions, tables = kernels.rows.positions, kernels.rows.block_tables
+    index_scores_triton(index_q, cache.compressed_pages, tables, positions, kernels.groups, kernels.scores)
+    plan = select_plan_triton(kernels.scores, positions, kernels.groups, kernels.selection, kernels.plan)
+    inputs = AttentionInputs(
+        q=q,
+        k_pages=cache.k_pages,
+        v_pages=cache.v_pages,
+        block_tables=tables,
+        plan=plan,
+        rows_per_group=kernels.groups.rows_per_group,
+        kv_format=cache.format.name,
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        softmax_scale=layer.softmax_scale,
+        gate=q_gate[..., layer.head_dim :],
+    )
+    out, _ = page4_attention_triton(inputs)
+    return out
+
+
+@functools.cache
+def _angles(positions: int, rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    return rotary_table(positions, rotary_dim, theta, device)

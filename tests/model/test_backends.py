@@ -1,0 +1,72 @@
+"""The Triton backend computes what the reference backend computes, and is never chosen in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from page4.kernels.backend import resolve_backend
+from page4.kernels.errors import InputError
+from page4.kvcache import CacheConfig, KVScales, ScalePair
+from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
+from tests.oracle.tiny import tiny_model
+
+SCALES = KVScales((ScalePair(0.02, 0.03),) * 4, ScalePair(0.02, 0.03))
+
+
+def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Two requests: prefill of unequal chunks, then verify rows beside a chunk; drafts of all rows."""
+    model.use_backend(backend)
+    layers = len(model.config.qsa_layers)
+    scales = KVScales(SCALES.target[:1] * layers, SCALES.draft)
+    exact = torch.float32 if kv_format == "fp32" else torch.float16
+    cache = model.new_cache(
+        CacheConfig(kv_format=kv_format, scales=scales, max_requests=2, max_tokens=128, index_dtype=exact)
+    )
+    text = torch.randint(1, model.config.vocab_size, (2, 25), generator=torch.Generator().manual_seed(0))
+    for row in range(2):
+        assert cache.open() == row
+        cache.reserve(row, 25)
+
+    def segment(row: int, start: int, stop: int, decode: bool = False) -> Segment:
+        ids = text[row, start:stop]
+        return Segment(row, start, ids, model.preceding(text[row], start), decode)
+
+    steps = [
+        [segment(0, 0, 21), segment(1, 0, 3)],
+        [segment(0, 21, 25, decode=True), segment(1, 3, 10)],
+    ]
+    logits, drafts = [], []
+    for segments in steps:
+        batch = RowBatch.pack(segments, model.device)
+        streams = model.forward_rows(batch, cache)
+        logits.append(model.logits(streams))
+        drafts.append(model.draft_logits(model.draft_rows(batch, streams, cache)))
+    return logits, drafts
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "e4m3"])
+def test_triton_equals_the_reference(kv_format: str) -> None:
+    model = tiny_model()
+    reference, triton = run(model, "reference", kv_format), run(model, "triton", kv_format)
+    # A value that lies on the edge between two codes may be stored as either.
+    tolerance = 1e-4 if kv_format == "fp32" else 2e-2
+    for expected, actual in zip(reference, triton, strict=True):
+        for a, b in zip(expected, actual, strict=True):
+            assert b.isfinite().all()
+            assert (a - b).abs().max() <= tolerance * a.abs().max()
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(InputError, match="'cuda' is unknown, expected one of reference, triton"):
+        resolve_backend("cuda", "cpu")
+
+
+def test_triton_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(InputError, match="needs a GPU, the device is cpu"):
+        resolve_backend("triton", "cpu")
+    assert resolve_backend("triton", "cuda") == "triton"
