@@ -27,9 +27,12 @@ _TILE_WORDS = 1024  # bitmap words that it counts at once
 
 @triton.jit
 def _ordered_key(b_score):
-    """An int32 that orders as the score does; -0.0 becomes +0.0. Above INT_MIN for all but NaN."""
+    """An int32 that orders as the score does; -0.0 becomes +0.0.
+
+    Keys lie strictly between INT_MIN and INT_MAX, even those of NaN: a bisection always ends.
+    """
     bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.minimum(tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31) + 1), 2**31 - 2)
 
 
 @triton.jit
@@ -67,7 +70,7 @@ def _choose(b_key, count, topk, N: tl.constexpr, K_PAD: tl.constexpr):
 
 @triton.jit
 def select_kernel(
-    p_scores, stride_scores, p_positions, p_bits, words, p_keys, p_blocks, p_arrivals, topk,
+    p_scores, stride_scores, columns, p_positions, p_bits, words, p_keys, p_blocks, p_arrivals, topk,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
     """One program takes ``CHUNK`` blocks of one row.
@@ -87,8 +90,9 @@ def select_kernel(
     chunks = tl.cdiv(reach, CHUNK)  # of this row
 
     o_block = first + tl.arange(0, CHUNK)  # [CHUNK]
+    # Invisible scores are loaded and ignored, so that 16 bytes are one load when the columns allow it.
+    b_score = tl.load(p_scores + i_row * stride_scores + o_block, mask=o_block < columns, other=0.0)
     m_visible = o_block < visible
-    b_score = tl.load(p_scores + i_row * stride_scores + o_block, mask=m_visible, other=0.0)
     b_key = tl.where(m_visible, _ordered_key(b_score), -(2**31))
     m_chosen = _choose(b_key, tl.minimum(visible - first, CHUNK), topk, CHUNK, K_PAD)
 
@@ -285,7 +289,7 @@ def select_plan_triton(
     row at position ``p`` chooses among ``(p + 1) // 4`` complete blocks, all of them if they are at most
     top-k, and reads its tail. Results are the same bits on every run.
 
-    Shapes: ``scores`` is FP32 ``[N, NB]`` without NaN, of which only the visible columns are read;
+    Shapes: ``scores`` is FP32 ``[N, NB]`` without NaN, of which only the visible columns count;
     ``positions`` is int64 ``[N]`` (-1: a padded row, which reads nothing), each below 4 times the workspace's
     ``max_blocks``, with its complete blocks among the ``NB`` columns. ``plan`` may be given to be overwritten
     (:func:`empty_plan`); its lists hold at least :func:`~page4.kernels.block_plan.plan_capacity` blocks, so
@@ -308,8 +312,8 @@ def select_plan_triton(
         return plan
     words, (_, chunks, k_pad) = workspace.bits.shape[1], workspace.keys.shape
     select_kernel[(rows, chunks)](
-        scores, scores.stride(0), positions, workspace.bits, words, workspace.keys, workspace.blocks,
-        workspace.arrivals, workspace.topk,
+        scores, scores.stride(0), scores.shape[1], positions, workspace.bits, words,
+        workspace.keys, workspace.blocks, workspace.arrivals, workspace.topk,
         CHUNK=workspace.chunk, CHUNKS=chunks, K_PAD=k_pad, num_warps=_warps(workspace.chunk),
     )  # fmt: skip
     plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](

@@ -177,6 +177,16 @@ def test_a_workspace_and_a_plan_serve_step_after_step() -> None:
         assert group_lists(plan) == expected_lists(scores, positions, [4, 2], 9, 4)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1, -(2**31) + 0x7FC00000])
+def test_a_nan_takes_a_place_but_never_hangs_or_overflows(bits: int) -> None:
+    """A NaN is refused by contract; the GPU must survive one all the same."""
+    nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    scores = torch.rand(1, 100)
+    scores[0, ::3] = nan
+    plan = planned(scores, torch.tensor([399]), RowGroups.of([1], 1), 17, 32)
+    assert plan.counts.tolist() == [17]
+
+
 def test_no_rows_make_an_empty_plan() -> None:
     groups = RowGroups.of([], 4)
     workspace = SelectionWorkspace.allocate(1, 4, 2)
@@ -207,8 +217,9 @@ def test_wrong_inputs_are_refused() -> None:
 
 
 SELECT_SIGNATURE = {
-    "p_scores": "*fp32", "stride_scores": "i32:16", "p_positions": "*i64", "p_bits": "*i32",
-    "words": "i32:16", "p_keys": "*i32", "p_blocks": "*i32", "p_arrivals": "*i32", "topk": "i32",
+    "p_scores": "*fp32", "stride_scores": "i32:16", "columns": "i32:16", "p_positions": "*i64",
+    "p_bits": "*i32", "words": "i32:16", "p_keys": "*i32", "p_blocks": "*i32", "p_arrivals": "*i32",
+    "topk": "i32",
 }  # fmt: skip
 PLAN_SIGNATURE = {
     "p_bits": "*i32", "words": "i32:16", "p_positions": "*i64", "p_group_start": "*i32",
