@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that are not there, down to machine code.
+"""Compiles Triton and Gluon kernels for GPUs that are not there, down to machine code.
 
 Under the interpreter a jitted function is no longer one that Triton can compile, so a second process without
 ``TRITON_INTERPRET`` does it: this file, run as a script, reads requests and writes answers as lines of JSON.
@@ -92,6 +92,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     fn = getattr(importlib.import_module(request["module"]), request["name"])
     names, constants = fn.arg_names, request["constants"]
@@ -100,7 +101,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"arguments neither typed nor given a value, or unknown: {sorted(missing)}")
     types = {name: kind.removesuffix(":16") for name, kind in request["signature"].items()}
     aligned = {n for n, kind in request["signature"].items() if kind.startswith("*") or kind.endswith(":16")}
-    source = ASTSource(
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(
         fn,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
