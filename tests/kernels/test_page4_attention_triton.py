@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from page4.kernels.block_plan import PackedPlan, pack_plan
 from page4.kernels.block_select import BlockPlan, select_blocks, union_plan
-from page4.kernels.codecs import decode_kv, encode_int8_rows, encode_kv
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention import page4_attention_reference
 from page4.kernels.page4_attention_inputs import AttentionInputs
@@ -27,126 +26,17 @@ from page4.kernels.page4_attention_triton import (
     page4_attention_kernel,
     page4_attention_triton,
 )
+from tests.kernels.attention_cases import DEVICE, FORMATS, STALE, Case, assert_near, make_case, on_device
 from tests.kernels.compile_targets import CAPABILITIES, compile_for
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-POISON = {"fp32": torch.nan, "fp16": torch.nan}  # byte formats: 0xFF, a NaN where there is one
-FORMATS = ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "int8"]
-STALE = 10**9  # a block-table entry that names no page
+
+def run(case: Case, splits: int = 1, tile_tokens: int = 16, **changes: Any) -> tuple[Tensor, Tensor]:
+    config = AttentionConfig(splits=splits, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+    return page4_attention_triton(replace(case.inputs, **changes), config)
 
 
-@dataclass
-class Case:
-    """Requests of one length whose last rows are attended, in shuffled pages with stale block tables."""
-
-    inputs: AttentionInputs
-    expected: Tensor  # float64 [N, Hq, D]
-    expected_lse: Tensor
-    magnitude: Tensor  # float64 [N, Hq, D], like expected but with |V|
-
-    def run(self, splits: int = 1, tile_tokens: int = 16, **changes: Any) -> tuple[Tensor, Tensor]:
-        config = AttentionConfig(splits=splits, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
-        return page4_attention_triton(replace(self.inputs, **changes), config)
-
-    def check(self, splits: int = 1, tile_tokens: int = 16) -> None:
-        out, lse = self.run(splits, tile_tokens)
-        assert_near(out, self.expected, self.magnitude)
-        torch.testing.assert_close(lse.double(), self.expected_lse, rtol=1e-5, atol=2e-5)
-
-
-def assert_near(out: Tensor, expected: Tensor, magnitude: Tensor) -> None:
-    """Each element within the roundings of FP16: of probabilities, of scaled int8 values and of the output.
-
-    ``magnitude`` is ``sum_t p_t |v_t|``, to which the error of a rounded factor is proportional. The rest is
-    FP32 arithmetic, and probabilities below the normal numbers of FP16.
-    """
-    roundings = 0 if out.dtype == torch.float32 else 3
-    bound = (roundings * 2.0**-11 + 1e-5) * magnitude
-    assert ((out.double() - expected).abs() <= bound).all()
-
-
-def on_device(plan: PackedPlan) -> PackedPlan:
-    return PackedPlan(**{name: values.to(DEVICE) for name, values in vars(plan).items()})
-
-
-def make_case(
-    length: int = 77,
-    rows: int = 4,
-    requests: int = 1,
-    kv_heads: int = 2,
-    group: int = 3,
-    dim: int = 32,
-    topk: int = 6,
-    kv_format: str = "fp16",
-    dtype: torch.dtype = torch.float16,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    rows_per_group: int = 4,
-    gate: bool = False,
-    seed: int = 0,
-) -> Case:
-    torch.manual_seed(seed)
-    used = -(-length // 16)
-    pool = requests * used + 3
-    tables = torch.full((requests, used + 2), STALE)
-    tables[:, :used] = torch.randperm(pool)[: requests * used].view(requests, used)
-    position = torch.arange(length)
-    tokens, pages, token_scales = [], [], []
-    for scale in (k_scale, v_scale):
-        values = scale * torch.randn(requests, length, kv_heads, dim)
-        if kv_format == "int8":
-            stored, row_scales = encode_int8_rows(values * (0.1 + torch.rand(requests, length, kv_heads, 1)))
-            paged_scales = torch.full((pool, kv_heads, 16), torch.nan)
-            paged_scales[tables[:, position // 16], :, position % 16] = row_scales
-            token_scales.append(paged_scales.to(DEVICE))
-            tokens.append(decode_kv(stored, kv_format).double() * row_scales[..., None].double())
-        else:
-            stored = encode_kv(values, kv_format, scale)
-            tokens.append(decode_kv(stored, kv_format).double() * scale)
-        paged = torch.full((pool, kv_heads, 16, dim), POISON.get(kv_format, 0xFF), dtype=stored.dtype)
-        paged[tables[:, position // 16], :, position % 16] = stored
-        pages.append(paged)
-
-    rows = min(rows, length)
-    positions = torch.arange(length - rows, length).repeat(requests)
-    visible = (positions + 1) // 4
-    selected = select_blocks(torch.rand(len(positions), int(visible.max())), visible, topk)
-    plan = union_plan(selected, positions, rows_per_group, requests=requests)
-    # The query is the first half of each head of a projection, the gate the other.
-    both = torch.randn(len(positions), kv_heads * group, 2 * dim)
-    both[..., :dim] /= k_scale
-    both = both.to(dtype)
-    q, gates = both.chunk(2, dim=-1)
-    inputs = AttentionInputs(
-        q=q.to(DEVICE),
-        k_pages=pages[0].to(DEVICE),
-        v_pages=pages[1].to(DEVICE),
-        block_tables=tables.to(DEVICE),
-        plan=on_device(pack_plan(plan, len(positions), requests)),
-        rows_per_group=rows_per_group,
-        kv_format=kv_format,
-        k_scale=1.0 if kv_format == "int8" else k_scale,
-        v_scale=1.0 if kv_format == "int8" else v_scale,
-        softmax_scale=dim**-0.5,
-        gate=gates.to(DEVICE) if gate else None,
-        k_token_scales=token_scales[0] if token_scales else None,
-        v_token_scales=token_scales[1] if token_scales else None,
-    )
-    sees = torch.zeros(len(positions), length + 4, dtype=torch.bool)
-    sees[:, : 4 * selected.shape[1]] = selected.repeat_interleave(4, dim=1)
-    token = torch.arange(length)
-    tail = token >= 4 * visible[:, None]
-    sees = (sees[:, :length] | tail) & (token <= positions[:, None])
-    k, v = (
-        x.repeat_interleave(group, dim=2).repeat_interleave(rows, dim=0) for x in tokens
-    )  # [N, length, Hq, D]
-    scores = torch.einsum("nhd,nthd->nht", q.double(), k) * inputs.softmax_scale
-    scores = scores.masked_fill(~sees[:, None], -torch.inf)
-    factor = gates.double().sigmoid() if gate else torch.ones(())
-    expected, magnitude = (
-        (factor * torch.einsum("nht,nthd->nhd", scores.softmax(-1), x)).to(DEVICE) for x in (v, v.abs())
-    )
-    return Case(inputs, expected, scores.logsumexp(-1).to(DEVICE), magnitude)
+def check(case: Case, splits: int = 1, tile_tokens: int = 16) -> None:
+    case.check(*run(case, splits, tile_tokens))
 
 
 def reference(inputs: AttentionInputs, plan: BlockPlan) -> tuple[Tensor, Tensor]:
@@ -160,7 +50,7 @@ def reference(inputs: AttentionInputs, plan: BlockPlan) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize(("kv_heads", "group", "rows"), [(1, 6, 4), (2, 12, 2), (1, 16, 8), (3, 1, 1)])
 def test_heads_and_dimensions(kv_heads: int, group: int, rows: int, dim: int, kv_format: str) -> None:
-    make_case(
+    case = make_case(
         kv_heads=kv_heads,
         group=group,
         rows=rows,
@@ -168,22 +58,23 @@ def test_heads_and_dimensions(kv_heads: int, group: int, rows: int, dim: int, kv
         dim=dim,
         kv_format=kv_format,
         length=40,
-    ).check()
+    )
+    check(case)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_formats(kv_format: str) -> None:
-    make_case(kv_format=kv_format, dim=64, gate=True).check(splits=2)
+    check(make_case(kv_format=kv_format, dim=64, gate=True), splits=2)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_fp32_queries_are_attended_in_fp32(kv_format: str) -> None:
-    make_case(kv_format=kv_format, dtype=torch.float32, gate=True).check(splits=2)
+    check(make_case(kv_format=kv_format, dtype=torch.float32, gate=True), splits=2)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 257])
 def test_lengths(length: int) -> None:
-    make_case(length=length, topk=64, kv_format="e4m3", kv_heads=1).check(splits=3)
+    check(make_case(length=length, topk=64, kv_format="e4m3", kv_heads=1), splits=3)
 
 
 @given(
@@ -204,10 +95,11 @@ def test_any_plan(
     length: int, rows: int, rows_per_group: int, requests: int, group: int, topk: int, kv_format: str,
     splits: int, tile_tokens: int, gate: bool, seed: int,
 ) -> None:  # fmt: skip
-    make_case(
+    case = make_case(
         length=length, rows=rows, rows_per_group=rows_per_group, requests=requests, group=group, topk=topk,
         kv_format=kv_format, kv_heads=1, gate=gate, seed=seed,
-    ).check(splits, tile_tokens)  # fmt: skip
+    )  # fmt: skip
+    check(case, splits, tile_tokens)
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3"])
@@ -217,7 +109,7 @@ def test_equals_the_reference(kv_format: str) -> None:
     selected = select_blocks(torch.rand(10, 25), (positions + 1) // 4, 6)
     plan = union_plan(selected, positions, 4, requests=2)
     inputs = replace(case.inputs, plan=on_device(pack_plan(plan, 10, 2)))
-    out, lse = replace(case, inputs=inputs).run(splits=2)
+    out, lse = run(replace(case, inputs=inputs), splits=2)
     expected_out, expected_lse = reference(inputs, plan)
     torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -230,19 +122,19 @@ def test_splits_agree_with_scales_far_from_one(dim: int) -> None:
         dim=dim, kv_format="e4m3", k_scale=0.3, v_scale=37.5, kv_heads=1, length=200, topk=20, gate=True
     )
     for splits in (1, 2, 3, 64):
-        case.check(splits)
+        check(case, splits)
 
 
 @pytest.mark.parametrize("scale", [2.0**-12, 2.0**9])
 def test_scales_reach_the_output_once(scale: float) -> None:
-    make_case(kv_format="e4m3", k_scale=scale, v_scale=scale).check()
-    make_case(kv_format="int8", k_scale=scale, v_scale=scale).check(splits=2)
+    check(make_case(kv_format="e4m3", k_scale=scale, v_scale=scale))
+    check(make_case(kv_format="int8", k_scale=scale, v_scale=scale), splits=2)
 
 
 def test_the_workspace_may_hold_anything() -> None:
     """64 splits of a few tokens: most are empty, and parts that were never written hold NaN."""
     case = make_case(gate=True, requests=2)
-    expected, expected_lse = case.run()
+    expected, expected_lse = run(case)
     partials = Partials.empty(case.inputs, 64)
     partials.out.fill_(torch.nan)
     partials.lse.fill_(torch.nan)
@@ -262,11 +154,11 @@ def test_rows_without_tokens_give_zero_and_minus_infinity(splits: int) -> None:
     assert inputs.gate is not None
     inputs.gate[1] = torch.nan
     plan = replace(inputs.plan, masks=masks)
-    out, lse = case.run(splits, plan=plan)
+    out, lse = run(case, splits, plan=plan)
     others = [0, 2, 3]
     assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
     assert_near(out[others], case.expected[others], case.magnitude[others])
-    out, lse = case.run(splits, plan=replace(plan, counts=torch.zeros_like(plan.counts)))
+    out, lse = run(case, splits, plan=replace(plan, counts=torch.zeros_like(plan.counts)))
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
@@ -297,14 +189,14 @@ def test_merge_of_empty_and_live_splits(live: list[int]) -> None:
 def test_poison_of_one_side_does_not_leak(side: str, kv_format: str) -> None:
     """make_case poisons both; with one side cleaned the other alone is still harmless."""
     case = make_case(length=77, kv_format=kv_format)
-    expected, _ = case.run(tile_tokens=64)
+    expected, _ = run(case, tile_tokens=64)
     pages = getattr(case.inputs, f"{side}_pages").clone()
     used = case.inputs.block_tables[0, :5]
     mask = torch.ones(len(pages), 16, dtype=torch.bool)
     mask[used[:4]] = False
     mask[used[4], :13] = False
     pages.transpose(1, 2)[mask] = 0
-    assert torch.equal(case.run(tile_tokens=64, **{f"{side}_pages": pages})[0], expected)
+    assert torch.equal(run(case, tile_tokens=64, **{f"{side}_pages": pages})[0], expected)
 
 
 def test_a_tile_of_padding_entries_does_not_read_page_zero() -> None:
@@ -313,7 +205,8 @@ def test_a_tile_of_padding_entries_does_not_read_page_zero() -> None:
     poison = torch.full_like(inputs.k_pages[:1], 0xFF)
     wide = torch.nn.functional.pad(inputs.plan.blocks, (0, 40), value=0)
     masks = torch.nn.functional.pad(inputs.plan.masks, (0, 40), value=-1)
-    out, _ = case.run(
+    out, _ = run(
+        case,
         tile_tokens=64,
         k_pages=torch.cat((poison, inputs.k_pages)),
         v_pages=torch.cat((poison, inputs.v_pages)),
@@ -343,7 +236,7 @@ def test_padding_groups_write_nothing() -> None:
         config = AttentionConfig(splits=splits, tile_tokens=16, num_warps=4, num_stages=2)
         page4_attention_triton(inputs, config, out=out, lse=lse)
         assert (out[8:] == 7).all() and (lse[8:] == 7).all()
-        expected = case.run(splits, gate=gate[:8])[0]
+        expected = run(case, splits, gate=gate[:8])[0]
         assert torch.equal(out[:8], expected)
 
 
@@ -351,27 +244,27 @@ def test_mixtures_of_short_and_full_groups() -> None:
     """Decode rows of one request and a prefill tail of another share a launch, whatever their numbers."""
     case = make_case(length=64, rows=11, rows_per_group=8, requests=2)
     assert sorted(case.inputs.plan.group_rows.tolist()) == [3, 3, 8, 8]
-    case.check(splits=2)
+    check(case, splits=2)
 
 
 def test_stale_block_table_entries_are_not_dereferenced() -> None:
     case = make_case(length=400, topk=3, rows=2, rows_per_group=2)
-    expected, _ = case.run()
+    expected, _ = run(case)
     plan = case.inputs.plan
     read = set((plan.blocks[0, : plan.counts[0]] // 4).tolist())
     tables = case.inputs.block_tables.clone()
     tables[0, [page for page in range(tables.shape[1]) if page not in read]] = -STALE
-    assert torch.equal(case.run(block_tables=tables)[0], expected)
+    assert torch.equal(run(case, block_tables=tables)[0], expected)
 
 
 def test_pages_may_be_in_any_order() -> None:
     case = make_case(length=200)
     inputs = case.inputs
-    expected, _ = case.run(splits=2)
+    expected, _ = run(case, splits=2)
     order = torch.randperm(len(inputs.k_pages), device=DEVICE)
     used = inputs.block_tables < len(order)
     tables = order.argsort()[inputs.block_tables.clamp(max=len(order) - 1)]
-    out, _ = case.run(
+    out, _ = run(case,
         splits=2, k_pages=inputs.k_pages[order], v_pages=inputs.v_pages[order],
         block_tables=torch.where(used, tables, STALE),
     )  # fmt: skip
@@ -382,7 +275,7 @@ def test_products_beyond_fp16_stay_finite() -> None:
     """K of the largest code, q of one, D = 256: the product is 114,688, beyond FP16's 65,504."""
     case = make_case(dim=256, kv_format="e4m3", length=32)
     pages = torch.full_like(case.inputs.k_pages, 0x7E)
-    out, lse = case.run(2, k_pages=pages, q=torch.ones_like(case.inputs.q), softmax_scale=1.0)
+    out, lse = run(case, 2, k_pages=pages, q=torch.ones_like(case.inputs.q), softmax_scale=1.0)
     assert out.isfinite().all()
     assert ((lse > 114_688) & (lse < 114_688 + math.log(32) + 0.01)).all()
 
@@ -390,7 +283,7 @@ def test_products_beyond_fp16_stay_finite() -> None:
 def test_values_beyond_fp16_sums_stay_finite() -> None:
     case = make_case(kv_format="fp16", length=64, dtype=torch.float16)
     pages = torch.full_like(case.inputs.v_pages, 60_000.0)
-    out, _ = case.run(2, v_pages=pages)
+    out, _ = run(case, 2, v_pages=pages)
     torch.testing.assert_close(out, torch.full_like(out, 60_000.0), rtol=1e-3, atol=0.0)
 
 
@@ -399,7 +292,7 @@ def test_error_of_fp16_probabilities_is_that_of_an_fp16_output() -> None:
     case = make_case(length=500, topk=120, rows=4, kv_heads=1, dim=64)
     errors = []
     for q in (case.inputs.q, case.inputs.q.float()):
-        out, _ = replace(case, inputs=replace(case.inputs, q=q)).run(2, 64)
+        out, _ = run(replace(case, inputs=replace(case.inputs, q=q)), 2, 64)
         errors.append((out.double() - case.expected).norm())
     rounded_output = (case.expected.half().double() - case.expected).norm()
     assert rounded_output < errors[0] < 2 * rounded_output
@@ -419,7 +312,7 @@ def test_page_offsets_exceed_31_bits() -> None:
     tables = torch.where(inputs.block_tables < STALE, inputs.block_tables + far, STALE)
     values = torch.empty_like(pages)
     values[far:] = inputs.v_pages
-    out, _ = case.run(k_pages=pages, v_pages=values, block_tables=tables)
+    out, _ = run(case, k_pages=pages, v_pages=values, block_tables=tables)
     assert_near(out, case.expected, case.magnitude)
 
 
