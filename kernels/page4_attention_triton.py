@@ -75,17 +75,27 @@ def default_splits(programs: int, capacity_tokens: int, tile_tokens: int, multip
     return max(1, min(wanted, capacity_tokens // tile_tokens, MAX_SPLITS))
 
 
-def default_config(inputs: AttentionInputs, multiprocessors: int) -> AttentionConfig:
-    """A configuration that compiles without spills on sm_80 and sm_90 and fills ``multiprocessors``."""
-    members, dim = padded_members(inputs), inputs.head_dim
-    wide = members * dim >= 64 * 256  # the FP32 accumulator alone takes 128 registers of 128 threads
-    tile_tokens = 32 if inputs.q.dtype == torch.float32 or wide else 64
+def default_config(
+    inputs: AttentionInputs, multiprocessors: int, tensor_cores: bool = True
+) -> AttentionConfig:
+    """A configuration that compiles without spills (for 4 rows) and fills ``multiprocessors``.
+
+    ``tensor_cores``: whether Triton uses them, which it does from compute capability 8.0 on. Without them
+    operands take so many registers that tiles have to be small.
+    """
+    accumulators = padded_members(inputs) * inputs.head_dim
+    if not tensor_cores:
+        tile_tokens = 16
+    elif inputs.q.dtype == torch.float32 or accumulators >= 64 * 256:
+        tile_tokens = 32
+    else:
+        tile_tokens = 64
     tokens = inputs.plan.blocks.shape[1] * BLOCK_TOKENS
     return AttentionConfig(
         splits=default_splits(inputs.groups * inputs.kv_heads, tokens, tile_tokens, multiprocessors),
         tile_tokens=tile_tokens,
-        num_warps=8 if wide else 4,
-        num_stages=2,
+        num_warps=8 if accumulators >= 32 * 256 else 4,
+        num_stages=2 if tensor_cores else 1,
     )
 
 
@@ -232,7 +242,10 @@ def page4_attention_triton(
     Raises:
         InputError: a configuration that no program can have, or tensors of the wrong shape or dtype.
     """
-    config = config or default_config(inputs, multiprocessor_count(inputs.q.device))
+    device = inputs.q.device
+    if config is None:
+        tensor_cores = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+        config = default_config(inputs, multiprocessor_count(device), tensor_cores)
     out, lse = inputs.outputs(out, lse)
     v_factor = inputs.v_scale * BITS_UNIT[inputs.kv_format]
     if inputs.groups == 0:
