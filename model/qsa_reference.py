@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Adjacent prompt rows that share one list of blocks. Larger groups read fewer pages twice but compute more
 # masked products; a decode step always forms one group per request.
-PREFILL_ROWS_PER_GROUP = 64
+PREFILL_ROWS_PER_GROUP = 32
 
 # Index scores held at once: near a CPU's caches, or enough to fill a GPU.
 _SCORE_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}

@@ -50,7 +50,9 @@ class AcceptanceConfig:
         arms: (name, target format, draft format, nonce id) each. The first is the baseline. An arm with the
             baseline's formats and another nonce is an A/A control: what it differs by is noise.
         lengths: Context lengths in tokens, ascending, nonce included.
-        num_prompts: Anchors, the same ones at every length.
+        num_prompts: Anchors, the same ones at every length, as far as `prompt_tokens` goes.
+        prompt_tokens: Tokens that the prompts of one length may have together: long ones are then fewer, the
+            first of the same prompts, but at least one. 0 means no limit.
         rounds_per_prompt: Speculative rounds from each prompt.
         round_stride: Tokens of real text between two rounds.
         batch_size: Prompts measured together.
@@ -80,6 +82,7 @@ class AcceptanceConfig:
     )
     lengths: tuple[int, ...] | None = None
     num_prompts: int | None = None
+    prompt_tokens: int | None = None
     rounds_per_prompt: int = 16
     round_stride: int = 16
     batch_size: int | None = None
@@ -95,9 +98,8 @@ class AcceptanceConfig:
     confidence: float = 0.95
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "lengths": (1024, 2048),
-        "num_prompts": 3,
-        "rounds_per_prompt": 12,
+        "lengths": (512, 1024),
+        "rounds_per_prompt": 8,
         "generation_prompts": 1,
         "generation_tokens": 32,
         "check_prompts": 1,
@@ -105,14 +107,15 @@ class AcceptanceConfig:
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
             "lengths": (1024, 2048, 4096, 8192, 16384),
-            "num_prompts": 3,
+            "num_prompts": 2,
             "batch_size": 1,
-            "generation_prompts": 2,
+            "generation_prompts": 1,
             "generation_max_length": 2048,
         },
         "cuda": {
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
             "num_prompts": 128,
+            "prompt_tokens": 0,
             "batch_size": 32,
             "generation_prompts": 8,
             "generation_max_length": 0,
@@ -160,6 +163,12 @@ class AcceptanceConfig:
         """Tokens of real text between the first and the last prefix of a prompt."""
         return (self.rounds_per_prompt - 1) * self.round_stride
 
+    def prompts_at(self, length: int) -> int:
+        """How many prompts a length has, of a resolved configuration."""
+        assert self.num_prompts is not None and self.prompt_tokens is not None
+        affordable = self.prompt_tokens // length if self.prompt_tokens else self.num_prompts
+        return max(1, min(self.num_prompts, affordable))
+
     @property
     def max_length(self) -> int:
         """Most tokens that a request can hold."""
@@ -179,6 +188,7 @@ class AcceptanceConfig:
 
 _LEAST = {
     "num_prompts": 1,
+    "prompt_tokens": 0,
     "rounds_per_prompt": 1,
     "round_stride": 1,
     "batch_size": 1,
