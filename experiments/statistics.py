@@ -21,6 +21,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from page4.kernels.errors import InputError
 
+LEAST_CLUSTERS = 6
+"""Fewest clusters with an interval. A bootstrap interval cannot leave the range of its data, and the range of
+5 values misses their median with probability 2^-4, more than the 5 % that are usually allowed."""
+
 Array = NDArray[np.float64]
 Statistic = Callable[[Array], Array]
 """Maps cluster weights `[B, N]` (how often each cluster was drawn) to values `[B]`; NaN where undefined."""
@@ -28,7 +32,7 @@ Statistic = Callable[[Array], Array]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its confidence interval, whose ends are NaN when there are fewer than two clusters."""
+    """A value with its confidence interval, whose ends are NaN below `LEAST_CLUSTERS`."""
 
     value: float
     low: float
@@ -114,7 +118,7 @@ def bootstrap(
             f"got {clusters}, {resamples} and {confidence}"
         )
     value = float(statistic(np.ones((1, clusters)))[0])
-    if clusters < 2 or math.isnan(value):
+    if clusters < LEAST_CLUSTERS or math.isnan(value):
         return Estimate(value, math.nan, math.nan, clusters)
     draws = np.sort(statistic(_weights(clusters, resamples, seed)))
     if np.isnan(draws).any():

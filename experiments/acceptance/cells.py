@@ -35,23 +35,24 @@ def plan_cells(config: AcceptanceConfig) -> list[Cell]:
     Arms are next to each other, and each takes every place in the order in turn, so that a machine that slows
     down or warms up favours none.
     """
-    assert config.lengths and config.num_prompts and config.batch_size is not None
+    assert config.lengths is not None and config.batch_size is not None
     assert config.generation_prompts is not None
     cells = []
     for turn, length in enumerate(config.lengths):
-        starts = range(0, config.num_prompts, config.batch_size)
+        count = config.prompts_at(length)
+        starts = range(0, count, config.batch_size)
         for batch, start in enumerate(starts):
-            prompts = tuple(range(start, min(start + config.batch_size, config.num_prompts)))
+            prompts = tuple(range(start, min(start + config.batch_size, count)))
             tokens = len(prompts) * (length + config.rounds_span)
             for arm in _rotated(config.all_arms, turn + batch):
                 cells.append(Cell("rounds", arm, length, batch, prompts, tokens))
         limit = config.generation_max_length or length
-        for prompt in range(min(config.generation_prompts, config.num_prompts) if length <= limit else 0):
+        for prompt in range(min(config.generation_prompts, count) if length <= limit else 0):
             tokens = length + config.generation_tokens
             for arm in _rotated(config.all_arms, turn + prompt):
                 cells.append(Cell("generation", arm, length, prompt, (prompt,), tokens))
     shortest = config.lengths[0]
-    for prompt in range(min(config.check_prompts, config.num_prompts)):
+    for prompt in range(min(config.check_prompts, config.prompts_at(shortest))):
         tokens = 2 * (shortest + config.generation_tokens)
         cells += [Cell("check", arm, shortest, prompt, (prompt,), tokens) for arm in distinct_formats(config)]
     return cells

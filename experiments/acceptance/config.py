@@ -107,7 +107,8 @@ class AcceptanceConfig:
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
             "lengths": (1024, 2048, 4096, 8192, 16384),
-            "num_prompts": 2,
+            "num_prompts": 6,
+            "prompt_tokens": 16384,
             "batch_size": 1,
             "generation_prompts": 1,
             "generation_max_length": 2048,

@@ -40,7 +40,7 @@ def write_report(
         },
         "lengths": list(config.lengths or ()),
         "num_draft_tokens": config.num_draft_tokens,
-        "prompts": config.num_prompts,
+        "prompts": {str(length): config.prompts_at(length) for length in config.lengths or ()},
         "rounds_per_prompt": config.rounds_per_prompt,
         "device": config.device,
         "confidence": config.confidence,
@@ -66,7 +66,9 @@ def _write_figures(results: ResultFolder, config: AcceptanceConfig, metrics: Met
     lengths = config.lengths or ()
     base, controls = config.baseline, config.controls
     percent = f"{100 * config.confidence:g} %"
-    sample = f"{config.num_prompts} prompts x {config.rounds_per_prompt} rounds per length"
+    counts = list(dict.fromkeys(config.prompts_at(length) for length in lengths))
+    prompts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    sample = f"{prompts} prompts x {config.rounds_per_prompt} rounds per length"
     bars = f"bars: {percent} bootstrap intervals over prompts"
 
     def series(name: str, arm: Arm, label: str) -> Series:

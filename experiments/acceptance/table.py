@@ -9,7 +9,7 @@ from typing import Any
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.acceptance.metrics import ALL_LENGTHS, Metrics
 from page4.experiments.plots import format_tokens
-from page4.experiments.statistics import Estimate
+from page4.experiments.statistics import LEAST_CLUSTERS, Estimate
 
 CHANGES = {
     "acceptance_change": "acceptance, relative",
@@ -59,13 +59,15 @@ def markdown_table(config: AcceptanceConfig, metrics: Metrics, summary: dict[str
 
 def _by_length(config: AcceptanceConfig, metrics: Metrics, arm: Arm) -> str:
     base, controls = config.baseline, config.controls
-    header = ["context", f"{base.name} acceptance", f"{arm.name} acceptance, points", *CHANGES.values()]
+    header = ["context", "prompts", f"{base.name} acceptance", f"{arm.name} acceptance, points"]
+    header += CHANGES.values()
     if controls:
         header.append(f"A/A ({controls[0].name}), points")
     rows = []
     for length in _lengths(config):
         cells = [
             length if isinstance(length, str) else format_tokens(length),
+            str(metrics.get("acceptance", base.name, length).clusters),
             _percent(metrics.get("acceptance", base.name, length).scaled(100)),
             _signed(metrics.get("acceptance_difference", arm.name, length)),
             _signed(metrics.get("acceptance_change", arm.name, length), " %"),
@@ -93,11 +95,10 @@ def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
 
 def _notes(config: AcceptanceConfig) -> str:
     return (
-        f"{config.num_prompts} prompts, {config.rounds_per_prompt} greedy rounds of "
-        f"{config.num_draft_tokens} drafts from each at every length, on {config.device}. "
-        f"In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts. Differences are "
-        "paired on the prompt. Speeds are medians of paired quotients of batches of "
-        f"{config.batch_size}; a step drafts and verifies for the whole batch."
+        f"{config.rounds_per_prompt} greedy rounds of {config.num_draft_tokens} drafts from every prompt, on "
+        f"{config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if "
+        f"there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds are medians of "
+        f"paired quotients of batches of {config.batch_size}; a step drafts and verifies for the whole batch."
     )
 
 

@@ -124,22 +124,24 @@ def test_seed_decides_the_interval() -> None:
     assert bootstrap(statistic, 20, seed=1) != bootstrap(statistic, 20, seed=2)
 
 
-def test_one_prompt_has_a_value_but_no_interval() -> None:
-    estimate = bootstrap(ratio([6], [9]), 1)
+@pytest.mark.parametrize("prompts", [1, 5])
+def test_few_prompts_have_a_value_but_no_interval(prompts: int) -> None:
+    estimate = bootstrap(ratio([6] * prompts, [9] * prompts), prompts)
     assert estimate.value == pytest.approx(2 / 3)
     assert math.isnan(estimate.low) and math.isnan(estimate.high)
     assert json.loads(json.dumps(estimate.to_json(), allow_nan=False))["low"] is None
 
 
-def test_two_prompts_give_a_finite_interval_inside_the_data() -> None:
-    estimate = bootstrap(ratio([2, 7], [10, 10]), 2)
-    assert 0.2 <= estimate.low <= estimate.value <= estimate.high <= 0.7
+def test_six_prompts_give_an_interval_inside_the_data() -> None:
+    estimate = bootstrap(ratio([2, 7, 4, 5, 3, 6], [10] * 6), 6)
+    assert 0.2 <= estimate.low < estimate.value < estimate.high <= 0.7
 
 
 def test_undefined_ratios_give_no_interval_instead_of_a_wrong_one() -> None:
-    never = ratio([0, 0, 0], [9, 9, 9])
-    estimate = bootstrap(relative_difference(ratio([1, 2, 3], [9, 9, 9]), never), 3)
-    assert math.isnan(estimate.value) and math.isnan(estimate.low)
+    seldom, always = ratio([0, 0, 0, 0, 0, 1], [9] * 6), ratio([9] * 6, [9] * 6)
+    estimate = bootstrap(relative_difference(always, seldom), 6)
+    assert estimate.value == pytest.approx(53)
+    assert math.isnan(estimate.low) and math.isnan(estimate.high)
 
 
 def test_scaled_changes_the_unit_of_all_three_numbers() -> None:

@@ -29,6 +29,16 @@ def test_rounds_cover_every_arm_length_and_prompt_once(config: AcceptanceConfig)
     assert max(len(cell.prompts) for cell in cells) == 3
 
 
+def test_long_contexts_have_the_first_of_the_same_prompts_where_tokens_are_limited(
+    config: AcceptanceConfig,
+) -> None:
+    limited = dataclasses.replace(config, prompt_tokens=400)
+    cells = _of(plan_cells(limited), "rounds")
+    seen = {length: {i for c in cells if c.length == length for i in c.prompts} for length in (48, 96, 192)}
+    assert seen == {48: set(range(7)), 96: set(range(4)), 192: {0, 1}}
+    assert dataclasses.replace(config, prompt_tokens=100).prompts_at(192) == 1
+
+
 def test_arms_of_a_batch_follow_each_other(config: AcceptanceConfig) -> None:
     cells = plan_cells(config)
     for kind in ("rounds", "generation"):

@@ -46,9 +46,8 @@ def test_quick_is_smaller_in_every_way() -> None:
         AcceptanceConfig(device="cpu").resolve(),
     )
     assert quick.lengths is not None and full.lengths is not None
-    assert quick.lengths[-1] < full.lengths[-1] and set(quick.lengths) < set(full.lengths)
-    assert quick.num_prompts is not None and full.num_prompts is not None
-    assert quick.num_prompts * quick.rounds_per_prompt < full.num_prompts * full.rounds_per_prompt
+    assert sum(quick.lengths) < sum(full.lengths) / 10
+    assert quick.rounds_per_prompt < full.rounds_per_prompt
 
 
 def test_arms_can_be_given_on_the_command_line() -> None:

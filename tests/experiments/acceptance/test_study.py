@@ -148,7 +148,7 @@ def test_scales_cover_every_layer_and_are_recorded(finished: tuple[Path, dict[st
 def test_table_has_the_shape_of_a_row_per_length_and_all(finished: tuple[Path, dict[str, Any]]) -> None:
     table = (finished[0] / "table.md").read_text()
     rows = [line for line in table.splitlines() if re.match(r"\| (48|96|all) \|", line)]
-    assert len(rows) == 3 and all(line.count("|") == 11 for line in rows)
+    assert len(rows) == 3 and all(line.count("|") == 12 for line in rows)
 
 
 def test_arms_see_the_same_prompts_and_lengths_the_same_targets(

@@ -18,7 +18,7 @@ from page4.experiments.samples import Row
 from tests.experiments.acceptance.tiny_study import tiny_config
 
 ARMS = ("fp16", "e4m3", "fp16_again")
-PROMPTS = ("one@1", "one@2", "two@1", "two@2")
+PROMPTS = ("one@1", "one@2", "one@3", "two@1", "two@2", "two@3")
 
 
 @pytest.fixture
@@ -27,18 +27,18 @@ def config() -> AcceptanceConfig:
 
 
 def rounds(accepted: Callable[[str, int, str, int], int], seconds: Callable[[str], float]) -> list[Row]:
-    """Four rounds of every prompt; two prompts to a batch."""
+    """Four rounds of every prompt; three prompts to a batch."""
     return [
         {
             "arm": arm,
             "length": length,
             "text": prompt.partition("@")[0],
             "prompt": prompt,
-            "batch": PROMPTS.index(prompt) // 2,
+            "batch": PROMPTS.index(prompt) // 3,
             "round": turn,
             "prefix": length + 5 * turn,
             "accepted": accepted(arm, length, prompt, turn),
-            "prefill_tokens": 2 * length,
+            "prefill_tokens": 3 * length,
             "prefill_seconds": seconds(arm),
             "round_seconds": 0.01,
         }
@@ -91,7 +91,7 @@ def test_differences_are_points_and_changes_percent(config: AcceptanceConfig) ->
     assert metrics.get("acceptance_change", "e4m3", 96).value == pytest.approx(100 * (5 / 6 - 1))
     assert metrics.get("tokens_per_step_change", "e4m3", 96).value == pytest.approx(100 * (2.25 / 2.5 - 1))
     noise = metrics.get("acceptance_difference", "fp16_again", 96)
-    assert (noise.value, noise.low, noise.high, noise.clusters) == (0, 0, 0, 4)
+    assert (noise.value, noise.low, noise.high, noise.clusters) == (0, 0, 0, 6)
 
 
 def test_position_counts_rounds_that_got_at_least_so_far(config: AcceptanceConfig) -> None:
@@ -107,11 +107,11 @@ def test_position_counts_rounds_that_got_at_least_so_far(config: AcceptanceConfi
 
 def test_pairing_is_by_prompt_whatever_the_order_of_the_rows(config: AcceptanceConfig) -> None:
     def by_prompt(arm: str, length: int, prompt: str, turn: int) -> int:
-        return PROMPTS.index(prompt) - (arm == "e4m3" and prompt == "two@2")
+        return PROMPTS.index(prompt) // 2 + (arm == "fp16" and prompt == "one@2")
 
     rows = rounds(by_prompt, _equal_seconds)
     expected = summarise(config, rows, []).get("acceptance_difference", "e4m3", 48)
-    assert expected.value == pytest.approx(-100 / 12) and expected.high <= 0
+    assert expected.value == pytest.approx(-100 / 18) and expected.high <= 0
     assert summarise(config, rows[::-1], []).get("acceptance_difference", "e4m3", 48) == expected
 
 
@@ -123,13 +123,13 @@ def test_texts_are_reported_one_by_one(config: AcceptanceConfig) -> None:
     assert metrics.texts == ["one", "two"]
     assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="one").value == 1
     assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").value == 0
-    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").clusters == 2
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").clusters == 3
 
 
 def test_prefill_rate_is_per_batch_and_its_change_paired(config: AcceptanceConfig) -> None:
     metrics = summarise(config, rounds(_one_less, lambda arm: 2.0 if arm == "e4m3" else 1.0), [])
     rate = metrics.get("prefill_rate", "fp16", 96)
-    assert (rate.value, rate.clusters) == (192, 2)
+    assert (rate.value, rate.clusters) == (288, 2)
     assert metrics.get("prefill_rate_change", "e4m3", 96).value == pytest.approx(-50)
     assert metrics.get("prefill_rate_change", "fp16_again", 96).value == 0
 
@@ -143,9 +143,9 @@ def test_step_times_and_decode_rate_come_from_the_rounds_of_a_batch(config: Acce
     assert metrics.get("step_p90", "fp16", 96).value == pytest.approx(37)
     assert metrics.get("step_p50_change", "e4m3", 96).value == pytest.approx(100)
     emitted = {
-        "fp16": 2 * (4 + 3 + 2 + 1),
-        "e4m3": 2 * (4 + 3 + 1 + 1),
-    }  # two prompts share the time of a batch
+        "fp16": 3 * (4 + 3 + 2 + 1),
+        "e4m3": 3 * (4 + 3 + 1 + 1),
+    }  # three prompts share the time of a batch
     assert metrics.get("decode_rate", "fp16", 96).value == pytest.approx(emitted["fp16"] / 0.1)
     assert metrics.get("decode_rate", "e4m3", 96).value == pytest.approx(emitted["e4m3"] / 0.2)
 
@@ -184,9 +184,9 @@ def test_table_says_what_was_not_measured_with_a_dash(config: AcceptanceConfig) 
     text = markdown_table(config, metrics, {"checks": {}, "generation": {"samples": 0}})
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     cells = {name: [cell.strip() for cell in line.strip("|").split("|")] for name, line in lines.items()}
-    assert cells["96"][1:3] == ["50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
-    assert cells["96"][5:9] == ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]
-    assert cells["all"][5:9] == ["-", "-", "-", "-"]
+    assert cells["96"][1:4] == ["6", "50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
+    assert cells["96"][6:10] == ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]
+    assert cells["all"][6:10] == ["-", "-", "-", "-"]
 
 
 def test_checks_are_summed_by_control_and_arm() -> None:

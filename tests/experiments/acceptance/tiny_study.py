@@ -62,6 +62,7 @@ def tiny_config(checkpoint: Path, texts: Path, **changes: Any) -> AcceptanceConf
         "device": "cpu",
         "lengths": (48, 96),
         "num_prompts": 4,
+        "prompt_tokens": 0,
         "batch_size": 2,
         "rounds_per_prompt": 3,
         "round_stride": 5,
