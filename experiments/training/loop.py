@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from page4.experiments.corpus.pack import PackedData, load
+from page4.experiments.device import resolve_device
 from page4.experiments.training.checkpoint import export, load_state, save_state
 from page4.experiments.training.compiled import set_compile
 from page4.experiments.training.config import Phase, TrainConfig
@@ -63,7 +64,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, log: Callable[[str], None]) -> None:
         self.config, self.log = config, log
-        self.device = _device(config.device)
+        self.device = resolve_device(config.device)
         cuda = self.device.type == "cuda"
         self.data: PackedData = load(config.data)
         torch.set_float32_matmul_precision("high")
@@ -381,14 +382,6 @@ def evaluation_sizes(config: TrainConfig) -> EvaluationConfig:
         prefixes=((64, 4), (128, 4)),
         num_drafts=config.num_drafts,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device is cuda, but PyTorch sees no GPU: use device=cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _tensor(tokens: np.ndarray) -> Tensor:
