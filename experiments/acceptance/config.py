@@ -108,7 +108,7 @@ class AcceptanceConfig:
         "cpu": {
             "lengths": (1024, 2048, 4096, 8192, 16384),
             "num_prompts": 6,
-            "prompt_tokens": 16384,
+            "prompt_tokens": 12288,
             "batch_size": 1,
             "generation_prompts": 1,
             "generation_max_length": 2048,
