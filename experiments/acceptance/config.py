@@ -171,6 +171,11 @@ class AcceptanceConfig:
         return max(1, min(self.num_prompts, affordable))
 
     @property
+    def lengths_are_paired(self) -> bool:
+        """Whether every length has the same prompts, so that lengths can be compared as well as arms."""
+        return len({self.prompts_at(length) for length in self.lengths or ()}) == 1
+
+    @property
     def max_length(self) -> int:
         """Most tokens that a request can hold."""
         assert self.lengths is not None

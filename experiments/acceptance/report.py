@@ -66,9 +66,10 @@ def _write_figures(results: ResultFolder, config: AcceptanceConfig, metrics: Met
     lengths = config.lengths or ()
     base, controls = config.baseline, config.controls
     percent = f"{100 * config.confidence:g} %"
-    counts = list(dict.fromkeys(config.prompts_at(length) for length in lengths))
-    prompts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    sample = f"{prompts} prompts x {config.rounds_per_prompt} rounds per length"
+    sample = f"{config.prompts_at(lengths[0])} prompts x {config.rounds_per_prompt} rounds per length"
+    if not config.lengths_are_paired:
+        fewest = config.prompts_at(lengths[-1])
+        sample += f" (down to {fewest} at {format_tokens(lengths[-1])}: compare arms, not lengths)"
     bars = f"bars: {percent} bootstrap intervals over prompts"
 
     def series(name: str, arm: Arm, label: str) -> Series:

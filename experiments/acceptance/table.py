@@ -99,6 +99,11 @@ def _notes(config: AcceptanceConfig) -> str:
         f"{config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if "
         f"there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds are medians of "
         f"paired quotients of batches of {config.batch_size}; a step drafts and verifies for the whole batch."
+        + (
+            ""
+            if config.lengths_are_paired
+            else " Longer contexts have fewer prompts: compare arms, not lengths."
+        )
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -207,3 +208,11 @@ def test_rerun_compares_round_by_round() -> None:
         ("one@1", 4, 0),
         ("one@2", 4, 1),
     ]
+
+
+def test_table_warns_where_lengths_have_different_prompts(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    summary: dict[str, Any] = {"checks": {}, "generation": {"samples": 0}}
+    unequal = dataclasses.replace(config, prompt_tokens=200)  # four prompts of 48 tokens, two of 96
+    assert "compare arms, not lengths" in markdown_table(unequal, metrics, summary)
+    assert "compare arms, not lengths" not in markdown_table(config, metrics, summary)
