@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -84,3 +85,20 @@ def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / link).exists(), link
+
+
+def test_the_result_in_the_readme_is_that_of_the_committed_study() -> None:
+    table = _table((ROOT / "docs/studies/acceptance/table.md").read_text(encoding="utf-8"))
+    result = _table((ROOT / "README.md").read_text(encoding="utf-8").partition("## The answer so far")[2])
+    assert len(result) == len(table) > 0
+    for shown, measured in zip(result, table, strict=True):
+        assert shown == {name: measured[name] for name in shown}
+
+
+def _table(markdown: str) -> list[dict[str, str]]:
+    """The rows of the first table by its header's names."""
+    lines = markdown.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    body = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
+    return [dict(zip(header, row, strict=True)) for row in rows]
