@@ -1,4 +1,4 @@
-"""The formats of :mod:`page4.kernels.codecs` inside Triton kernels, bit for bit.
+"""The formats of :mod:`page4.kernels.codecs` inside Triton kernels, bit for bit but for the sign of NaN.
 
 :func:`encode` and :func:`decode` take any format. The two others are for kernels that count instructions:
 they leave out a power of two (:data:`BITS_UNIT`, to be folded into the scale) and read a NaN code as a
@@ -64,7 +64,8 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
     """Stored form of ``b_x / scale``: FP32 division, nearest even, saturating (see the reference).
 
     ``b_x`` is FP32 of any shape and ``scale`` an FP32 scalar or a tensor that broadcasts to it: for int8 the
-    row scales of :func:`int8_scale`. ``fp16`` and ``fp32`` ignore the scale.
+    row scales of :func:`int8_scale`. ``fp16`` and ``fp32`` ignore the scale. A NaN becomes a NaN code, 0x7F
+    or 0xFF: which of the two is unspecified, because GPU arithmetic does not keep the sign of a NaN.
     """
     if FORMAT == "fp32":
         return b_x
@@ -82,8 +83,7 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
                 b_code = b_scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             else:
                 b_code = b_scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
-            # The conversion drops the sign of a NaN.
-            return b_code | ((b_scaled.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+            return b_code
         elif FORMAT == "e4m3":
             return _encode_byte_float(b_scaled, 20, 120 << 23, 0.015625, 16384.0, 448.0).to(tl.uint8)
         elif FORMAT == "e5m2":
@@ -94,15 +94,22 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
 
 
 @triton.jit
-def int8_scale(b_x):
-    """Scale of every int8 row: ``max|x| / 127`` over the last axis, as the reference defines its edges.
+def magnitude_bits(b_x):
+    """``|x|`` of FP32 values as int32, whose maximum over a row :func:`int8_scale` takes; NaN is above all."""
+    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
-    ``b_x`` is FP32 ``[BM, D]``, the result ``[BM]``.
+
+@triton.jit
+def int8_scale(b_largest):
+    """Scale of every int8 row: ``max|x| / 127``, as the reference defines its edges.
+
+    ``b_largest`` is the maximum of :func:`magnitude_bits` over each row; the result is FP32 of its shape. The
+    caller reduces, axis by axis as its values lie: Triton 3.6 miscompiles a reduction over an axis that a
+    reshape has merged when its lanes are not adjacent.
     """
-    b_largest = tl.minimum(tl.max(tl.abs(b_x), 1), 3.4028234663852886e38)  # [BM]
-    b_scale = tl.maximum(tl.div_rn(b_largest, 127.0), 1.1754943508222875e-38)
-    b_has_nan = tl.max((b_x != b_x).to(tl.int32), 1) > 0
-    return tl.where(b_has_nan, float("nan"), b_scale)
+    b_finite = tl.minimum(b_largest, 0x7F7FFFFF).to(tl.float32, bitcast=True)
+    b_scale = tl.maximum(tl.div_rn(b_finite, 127.0), 1.1754943508222875e-38)
+    return tl.where(b_largest > 0x7F800000, float("nan"), b_scale)
 
 
 @triton.jit

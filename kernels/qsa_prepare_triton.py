@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from page4.kernels.codecs_triton import encode, has_native_fp8, int8_scale
+from page4.kernels.codecs_triton import encode, has_native_fp8, int8_scale, magnitude_bits
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import rotary_cos_sin
 from page4.kernels.qsa_prepare import PAGE_TOKENS
@@ -92,7 +92,7 @@ def _store_kv(
     o_slot = (b_slot // _PAGE * HKV + i_head) * _PAGE + b_slot % _PAGE  # [BM] int64
     b_x = b_x.to(tl.float32)
     if FORMAT == "int8":
-        b_scale = int8_scale(tl.reshape(b_x, (BM, D)))  # [BM]
+        b_scale = int8_scale(tl.max(tl.max(magnitude_bits(b_x), 2), 1))  # [BM]
         tl.store(p_scales + o_slot, b_scale, mask=m_slot)
         b_code = encode(b_x, b_scale[:, None, None], FORMAT)
     else:
