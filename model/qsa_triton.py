@@ -13,8 +13,8 @@ from page4.kernels.block_plan import MAX_GROUP_ROWS, PackedPlan, RowGroups, plan
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
 from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.page4_attention_dispatch import page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
-from page4.kernels.page4_attention_triton import page4_attention_triton
 from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton, rotary_table
 from page4.kernels.step_rows import StepRows
@@ -112,7 +112,7 @@ def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCach
         softmax_scale=layer.softmax_scale,
         gate=q_gate[..., layer.head_dim :],
     )
-    out, _ = page4_attention_triton(inputs)
+    out, _ = page4_attention(inputs)
     return out
 
 

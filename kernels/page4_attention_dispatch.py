@@ -1,0 +1,168 @@
+"""Grouped attention by the fastest implementation that can run, with its tuned configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+import triton
+from torch import Tensor
+
+from page4.kernels.errors import InputError
+from page4.kernels.page4_attention_gluon import (
+    GLUON_FORMATS,
+    GluonConfig,
+    default_gluon_config,
+    page4_attention_gluon,
+)
+from page4.kernels.page4_attention_inputs import AttentionInputs
+from page4.kernels.page4_attention_merge_triton import Partials
+from page4.kernels.page4_attention_triton import (
+    AttentionConfig,
+    default_config,
+    multiprocessor_count,
+    page4_attention_triton,
+)
+from page4.kernels.tunable import AttentionKey
+from page4.kernels.tuning import Configurations, Match, Origin, active
+
+Implementation = Literal["auto", "gluon", "triton"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+_MOST_MEMOS = 4096  # a choice for every shape that a long run meets, in some MB
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation runs a call, and how.
+
+    Attributes:
+        implementation: ``gluon`` or ``triton``.
+        why: one line for people.
+        config: of the implementation.
+        source: whether the configuration was recorded for this key (``exact``), for one near it (``bucket``),
+            or is what the implementation decides by rule (``default``).
+    """
+
+    implementation: Literal["gluon", "triton"]
+    why: str
+    config: GluonConfig | AttentionConfig
+    source: Origin
+
+
+def gluon_obstacle(capability: tuple[int, int] | None, dtype: torch.dtype, kv_format: str) -> str | None:
+    """Why the Gluon kernel cannot run; None where it can.
+
+    ``capability`` is the GPU's (major, minor), or None without a GPU; ``dtype`` is that of the queries.
+    """
+    if capability is None:
+        return "it needs a GPU"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    if dtype != torch.float16:
+        return f"it takes float16 queries, got {str(dtype).removeprefix('torch.')}"
+    if kv_format not in GLUON_FORMATS:
+        return f"it reads {', '.join(GLUON_FORMATS)}, got {kv_format}"
+    return None
+
+
+def choose_implementation(
+    implementation: str, capability: tuple[int, int] | None, dtype: torch.dtype, kv_format: str
+) -> tuple[Literal["gluon", "triton"], str]:
+    """The implementation that a request gets, and why. An explicit request never falls back.
+
+    Arguments as for :func:`gluon_obstacle`.
+
+    Raises:
+        InputError: an unknown name, or an implementation that cannot run here.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise InputError(
+            f"implementation {implementation!r} is unknown, expected one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    obstacle = gluon_obstacle(capability, dtype, kv_format)
+    if implementation == "gluon" and obstacle is not None:
+        raise InputError(f"implementation 'gluon' cannot run: {obstacle}")
+    if implementation != "triton" and obstacle is None:
+        return "gluon", "asked for" if implementation == "gluon" else "the fastest that can run"
+    if capability is None and not triton.knobs.runtime.interpret:
+        raise InputError("grouped attention in Triton needs a GPU, or TRITON_INTERPRET=1 for tests")
+    return "triton", "asked for" if implementation == "triton" else f"gluon cannot run: {obstacle}"
+
+
+@cache
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None for the CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def chosen(inputs: AttentionInputs, implementation: Implementation = "auto") -> Choice:
+    """What :func:`page4_attention` runs for a call.
+
+    Costs a look into a dictionary once a shape was seen. Nothing synchronises with the GPU.
+
+    Raises:
+        InputError: an unknown implementation, one that cannot run, or an unusable file of configurations.
+    """
+    configurations = active()
+    q = inputs.q
+    seen = (
+        implementation, q.device, q.dtype, q.shape[1], q.shape[2], inputs.kv_heads, inputs.kv_format,
+        inputs.rows_per_group, inputs.plan.blocks.shape,
+    )  # fmt: skip
+    choice: Choice | None = configurations.memo.get(seen)
+    if choice is None:
+        choice = _choose(inputs, implementation, configurations)
+        if len(configurations.memo) >= _MOST_MEMOS:
+            configurations.memo.clear()
+        configurations.memo[seen] = choice
+    return choice
+
+
+def page4_attention(
+    inputs: AttentionInputs,
+    implementation: Implementation = "auto",
+    partials: Partials | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The contract of :func:`~page4.kernels.page4_attention_triton.page4_attention_triton`, by either kernel.
+
+    ``auto`` takes Gluon from compute capability 8.0 on, for FP16 queries and the formats that it reads, and
+    plain Triton otherwise; :func:`chosen` says which. ``partials`` must have the splits of the choice.
+
+    Raises:
+        InputError: an implementation that is unknown or cannot run, or what the kernels refuse.
+    """
+    config = chosen(inputs, implementation).config
+    if isinstance(config, GluonConfig):
+        return page4_attention_gluon(inputs, config, partials, out, lse)
+    return page4_attention_triton(inputs, config, partials, out, lse)
+
+
+def _choose(inputs: AttentionInputs, implementation: str, configurations: Configurations) -> Choice:
+    device = inputs.q.device
+    capability = device_capability(device)
+    name, why = choose_implementation(implementation, capability, inputs.q.dtype, inputs.kv_format)
+    kernel = f"page4_attention_{name}"
+    key = AttentionKey.of(inputs)
+    # What was recorded was measured with FP16 queries.
+    half = inputs.q.dtype == torch.float16
+    match = configurations.lookup(kernel, key, device) if half else None
+    match = match or Match(default_attention_config(inputs, name), "default")
+    configurations.note(kernel, key, match.config, match.origin)
+    return Choice(name, why, match.config, match.origin)
+
+
+def default_attention_config(
+    inputs: AttentionInputs, implementation: Literal["gluon", "triton"]
+) -> GluonConfig | AttentionConfig:
+    """The configuration that an implementation decides by rule."""
+    device = inputs.q.device
+    multiprocessors = multiprocessor_count(device)
+    if implementation == "gluon":
+        return default_gluon_config(inputs, multiprocessors)
+    capability = device_capability(device)
+    return default_config(inputs, multiprocessors, tensor_cores=capability is None or capability >= (8, 0))

@@ -1,0 +1,178 @@
+"""Which tuned configuration a call gets: looked up by GPU, Triton version and key, without synchronising."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import triton
+
+from page4.kernels.errors import InputError
+from page4.kernels.tunable import get_tunable
+from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
+
+Origin = Literal["exact", "bucket", "default"]
+
+SHIPPED_FOLDER = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A recorded configuration and how it was found: for the key itself, or for the nearest one."""
+
+    config: Any
+    origin: Origin
+
+
+class Configurations:
+    """One folder of configurations, read as kernels ask for them, and a record of what they were given.
+
+    Attributes:
+        source: ``shipped`` (those of this package), ``defaults`` (none: every kernel decides by rule) or a
+            folder.
+        memo: results that launchers keep, by whatever decides them; it lives as long as this source is used.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
+
+    def __init__(self, source: Path | str = "shipped") -> None:
+        named = {"shipped": SHIPPED_FOLDER, "defaults": None}
+        self.source = source
+        self.folder = named[source] if isinstance(source, str) and source in named else Path(source)
+        self.memo: dict[Any, Any] = {}
+        if source not in named and self.folder is not None and not self.folder.is_dir():
+            raise InputError(f"the folder of kernel configurations {self.folder} does not exist")
+        self._files: dict[Path, TuningFile | None] = {}
+        self._used: dict[tuple[str, Any, Any], Origin] = {}
+
+    def lookup(self, kernel: str, key: Any, device: torch.device) -> Match | None:
+        """The configuration recorded for a key, else that of the nearest key within its ``REACH``, else None.
+
+        Near is a small sum of ``|log2|`` of the ratios of the fields in ``REACH``; of equally near entries
+        the one with the smaller fields counts.
+
+        Raises:
+            InputError: an unusable file, or a folder given by the user that has nothing for this GPU and
+                Triton.
+        """
+        file = self._read(kernel, device)
+        if file is None:
+            return None
+        if key in file.entries:
+            return Match(file.entries[key].config, "exact")
+        entry = nearest(file, key)
+        return None if entry is None else Match(entry.config, "bucket")
+
+    def note(self, kernel: str, key: Any, config: Any, origin: Origin) -> None:
+        """Record that a kernel runs with a configuration."""
+        self._used[kernel, key, config] = origin
+
+    def record(self) -> dict[str, Any]:
+        """The source, its files with their SHA-256, and every configuration that was used; of JSON types."""
+        files = {path.as_posix(): file.sha256 for path, file in sorted(self._files.items()) if file}
+        used = [
+            {
+                "kernel": kernel,
+                "key": dataclasses.asdict(key),
+                "config": dataclasses.asdict(config),
+                "origin": origin,
+            }
+            for (kernel, key, config), origin in self._used.items()
+        ]
+        # A folder is known by its files; its path means nothing on another machine.
+        source = self.source if self.source in ("shipped", "defaults") else Path(self.source).name
+        return {"source": source, "files": files, "used": used}
+
+    def _read(self, kernel: str, device: torch.device) -> TuningFile | None:
+        if self.folder is None:
+            return None
+        path = tuning_path(kernel, device_name(device), triton_version())
+        if path not in self._files:
+            present = (self.folder / path).is_file()
+            if not present and self.source != "shipped" and not (self.folder / path).parent.is_dir():
+                raise InputError(f"{self.folder} holds no configurations for {path.parent}")
+            self._files[path] = read_tuning_file(self.folder / path, get_tunable(kernel)) if present else None
+        return self._files[path]
+
+
+def nearest(file: TuningFile, key: Any) -> Entry | None:
+    """The entry of the nearest key within reach, see :meth:`Configurations.lookup`."""
+    wanted = dataclasses.asdict(key)
+    best: tuple[tuple[float, ...], Entry] | None = None
+    for entry in file.entries.values():
+        distance, fields = 0.0, []
+        for name, value in wanted.items():
+            found = getattr(entry.key, name)
+            if name not in key.REACH:
+                if found != value:
+                    break
+                continue
+            least, most = key.REACH[name]
+            if not least * value <= found <= most * value:
+                break
+            distance += abs(math.log2(found / value))
+            fields.append(found)
+        else:
+            rank = (distance, *fields)
+            if best is None or rank < best[0]:
+                best = rank, entry
+    return None if best is None else best[1]
+
+
+_active = Configurations()
+
+
+def active() -> Configurations:
+    """The configurations that launchers use: the shipped ones, unless :func:`use_configurations` differs."""
+    return _active
+
+
+@contextmanager
+def use_configurations(source: Path | str) -> Iterator[Configurations]:
+    """Let all launchers of this process use ``shipped``, ``defaults`` or a folder while the block runs.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
+    global _active
+    earlier, _active = _active, Configurations(source)
+    try:
+        yield _active
+    finally:
+        _active = earlier
+
+
+def configuration_digests(source: Path | str) -> dict[str, str]:
+    """SHA-256 of every file of a source, by its path in the folder; what a study depends on.
+
+    Raises:
+        InputError: the folder does not exist.
+    """
+    folder = Configurations(source).folder
+    files = [] if folder is None else sorted(folder.rglob("*.json"))
+    return {
+        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if folder is not None
+    }
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or ``cpu`` for the interpreter."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@functools.cache
+def triton_version() -> str:
+    """``major.minor`` of the Triton that compiles."""
+    return ".".join(triton.__version__.split(".")[:2])
