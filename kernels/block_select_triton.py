@@ -300,14 +300,10 @@ def select_plan_triton(
         InputError: shapes or dtypes that disagree, or a workspace or plan that is too small.
     """
     rows = _check(scores, positions, workspace)
-    size, max_blocks = groups.rows_per_group, workspace.max_blocks
-    capacity = plan_capacity(size, workspace.topk, max_blocks)
     if plan is None:
+        capacity = plan_capacity(groups.rows_per_group, workspace.topk, workspace.max_blocks)
         plan = empty_plan(groups, capacity)
-    if plan.blocks.shape != plan.masks.shape or plan.blocks.shape[0] != len(groups.rows):
-        raise InputError(f"the plan holds {plan.blocks.shape[0]} groups; there are {len(groups.rows)}")
-    if plan.blocks.shape[1] < capacity:
-        raise InputError(f"the plan holds {plan.blocks.shape[1]} blocks a group; {capacity} may be listed")
+    _check_plan(groups, workspace, plan)
     if rows == 0 or len(groups.rows) == 0:
         return plan
     words, (_, chunks, k_pad) = workspace.bits.shape[1], workspace.keys.shape
@@ -316,11 +312,26 @@ def select_plan_triton(
         workspace.keys, workspace.blocks, workspace.arrivals, workspace.topk,
         CHUNK=workspace.chunk, CHUNKS=chunks, K_PAD=k_pad, num_warps=_warps(workspace.chunk),
     )  # fmt: skip
-    plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](
-        workspace.bits, words, positions, groups.start, groups.rows, plan.blocks, plan.counts, plan.masks,
-        plan.blocks.shape[1],
-        ROWS=size, SEGMENT=_SEGMENT_WORDS, TILE=_TILE_WORDS, num_warps=_SEGMENT_WORDS // 32,
-    )  # fmt: skip
+    return plan_selected_triton(positions, groups, workspace, plan)
+
+
+def plan_selected_triton(
+    positions: Tensor, groups: RowGroups, workspace: SelectionWorkspace, plan: PackedPlan
+) -> PackedPlan:
+    """The second launch of :func:`select_plan_triton` alone: the plan of what the workspace's bitmaps select.
+
+    Raises:
+        InputError: a plan of other groups or with too little room.
+    """
+    _check_plan(groups, workspace, plan)
+    words = workspace.bits.shape[1]
+    if len(groups.rows):
+        plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](
+            workspace.bits, words, positions, groups.start, groups.rows, plan.blocks, plan.counts, plan.masks,
+            plan.blocks.shape[1],
+            ROWS=groups.rows_per_group, SEGMENT=_SEGMENT_WORDS, TILE=_TILE_WORDS,
+            num_warps=_SEGMENT_WORDS // 32,
+        )  # fmt: skip
     return plan
 
 
@@ -336,3 +347,11 @@ def _check(scores: Tensor, positions: Tensor, workspace: SelectionWorkspace) -> 
     if len(workspace.arrivals) < rows:
         raise InputError(f"the workspace serves {len(workspace.arrivals)} rows; there are {rows}")
     return rows
+
+
+def _check_plan(groups: RowGroups, workspace: SelectionWorkspace, plan: PackedPlan) -> None:
+    capacity = plan_capacity(groups.rows_per_group, workspace.topk, workspace.max_blocks)
+    if plan.blocks.shape != plan.masks.shape or plan.blocks.shape[0] != len(groups.rows):
+        raise InputError(f"the plan holds {plan.blocks.shape[0]} groups; there are {len(groups.rows)}")
+    if plan.blocks.shape[1] < capacity:
+        raise InputError(f"the plan holds {plan.blocks.shape[1]} blocks a group; {capacity} may be listed")
