@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -135,6 +136,6 @@ def get_tunable(name: str) -> TunableKernel:
 
 
 def field_types(cls: type[Any]) -> dict[str, type]:
-    """Name -> int or str for every field of a key or a configuration."""
-    hints = {"int": int, "str": str}
-    return {field.name: hints[str(field.type)] for field in dataclasses.fields(cls)}
+    """Name -> int, bool or str for every field of a key or a configuration."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

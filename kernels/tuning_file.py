@@ -165,7 +165,7 @@ def _typed(value: Any, types: Mapping[str, type], what: str) -> dict[str, Any]:
     for name, kind in types.items():
         if name not in value:
             raise InputError(f"{what} has no field {name!r}")
-        allowed = (int, float) if kind is float else kind
-        if not isinstance(value[name], allowed) or isinstance(value[name], bool):
+        # bool is an int to isinstance, and no JSON writer tells 5.0 from 5.
+        if type(value[name]) is not kind and not (kind is float and type(value[name]) is int):
             raise InputError(f"{name} must be of type {kind.__name__}, got {value[name]!r}")
     return value

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +105,17 @@ def _table(markdown: str) -> list[dict[str, str]]:
     body = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
     return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def test_tuned_configurations_are_package_data(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for layer in FOLDERS[:5]:
+        (tmp_path / layer).mkdir()
+        (tmp_path / layer / "__init__.py").touch()
+    place = Path("kernels/configs/nvidia-h200/triton-3.6/page4_attention_gluon.json")
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("{}")
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "built"]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "built" / "page4" / place).read_text() == "{}"
