@@ -18,6 +18,7 @@ into the softmax scale, the V scale into the final normalisation).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -116,12 +117,33 @@ def check_kv_format(kv_format: str) -> None:
         raise InputError(f"unknown KV format {kv_format!r}; known formats: {', '.join(STORAGE_DTYPES)}")
 
 
+def check_token_scales(scales: Tensor | None, kv_format: str, shape: Sequence[int], name: str) -> None:
+    """Refuse scales per token and head that are missing from ``int8``, or that another format is given.
+
+    Args:
+        scales: FP32 ``[P, Hkv, 16]`` for ``int8``, None for every other format.
+        shape: ``[P, Hkv, 16]`` of the pages.
+
+    Raises:
+        InputError: missing or superfluous scales, or a tensor of another shape, dtype or layout.
+    """
+    if (scales is not None) != (kv_format == "int8"):
+        raise InputError(f"{name} belong to the format int8 and to no other, got {kv_format}")
+    if scales is None:
+        return
+    if scales.shape != tuple(shape) or scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise InputError(
+            f"{name} must be contiguous float32 {list(shape)}, got {scales.dtype} {list(scales.shape)}"
+        )
+
+
 def encode_byte_float(x: Tensor, kv_format: str, scale: float) -> Tensor:
     """Encode ``x / scale`` as codes of a byte float: ``e4m3``, ``e5m2`` or ``e3m4``.
 
     The division is FP32 whatever the dtype of ``x`` (dividing in FP16 moves rounding ties), rounding is to
     nearest even, finite values beyond the largest and infinities saturate to it, and a NaN becomes the NaN
-    code with its sign bit kept (0x7F or 0xFF). -0.0 and values that round to it become 0x80.
+    code (0x7F or 0xFF). On a CPU its sign bit is kept; on a GPU, whose division gives one NaN for all, it is
+    unspecified. -0.0 and values that round to it become 0x80.
 
     Shapes: any; returns uint8 of the same shape.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from page4.kernels.block_select import BlockPlan
-from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, check_scale, decode_kv
+from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, check_scale, check_token_scales, decode_kv
 from page4.kernels.errors import InputError
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 
@@ -27,6 +27,8 @@ def _check(
     kv_format: str,
     k_scale: float,
     v_scale: float,
+    k_token_scales: Tensor | None,
+    v_token_scales: Tensor | None,
 ) -> None:
     check_kv_format(kv_format)
     check_scale(k_scale, "k_scale")
@@ -42,6 +44,8 @@ def _check(
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype != STORAGE_DTYPES[kv_format]:
             raise InputError(f"{name} in {kv_format} must be {STORAGE_DTYPES[kv_format]}, got {pages.dtype}")
+    for name, scales in (("k_token_scales", k_token_scales), ("v_token_scales", v_token_scales)):
+        check_token_scales(scales, kv_format, k_pages.shape[:3], name)
     if block_tables.ndim != 2 or block_tables.shape[0] == 0 or rows % block_tables.shape[0]:
         raise InputError(
             f"block_tables must be int64 [B, n] with B a divisor of {rows} rows, "
@@ -74,14 +78,23 @@ def _physical_blocks(plan: BlockPlan, block_tables: Tensor, num_pages: int) -> T
     return torch.where(listed, physical, physical[listed][0])
 
 
-def _decoded(pages: Tensor, physical: Tensor, ratio: int, kv_format: str) -> Tensor:
-    """Values of physical blocks ``[n]``, ``[Hkv, n, ratio * D]``; no other block is touched."""
+def _decoded(
+    pages: Tensor, token_scales: Tensor | None, physical: Tensor, ratio: int, kv_format: str
+) -> Tensor:
+    """Values of physical blocks ``[n]``, ``[Hkv, n, ratio * D]``; no other block is touched.
+
+    Multiplied by the scales per token and head, where a format has them, and not by its static scale.
+    """
     _, heads, _, dim = pages.shape
     per_page = PAGE_TOKENS // ratio
     head = torch.arange(heads, device=pages.device)[:, None]
     index = (physical // per_page * heads + head) * per_page + physical % per_page  # [Hkv, n]
     rows = pages.reshape(-1, ratio * dim)  # one row is one block of one head
-    return decode_kv(rows.index_select(0, index.flatten()), kv_format).view(heads, len(physical), -1)
+    values = decode_kv(rows.index_select(0, index.flatten()), kv_format)
+    if token_scales is not None:
+        scales = token_scales.reshape(-1, ratio).index_select(0, index.flatten())  # [Hkv * n, ratio]
+        values = (values.view(-1, ratio, dim) * scales[..., None]).flatten(1)
+    return values.view(heads, len(physical), -1)
 
 
 def page4_attention_reference(
@@ -94,6 +107,8 @@ def page4_attention_reference(
     k_scale: float,
     v_scale: float,
     softmax_scale: float,
+    k_token_scales: Tensor | None = None,
+    v_token_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of B requests' rows over the tokens that the plan lets each row see.
 
@@ -105,8 +120,9 @@ def page4_attention_reference(
 
     Shapes: ``q`` is ``[R, Hq, D]`` with ``R / B`` rows of each request in turn, pages are ``[P, Hkv, 16, D]``
     in the format's storage dtype, ``block_tables`` is int64 ``[B, n]``, ``plan`` comes from
-    :func:`~page4.kernels.block_select.union_plan` over the same rows and requests. Returns ``out`` as
-    ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64 ``q``). A row that sees no token
+    :func:`~page4.kernels.block_select.union_plan` over the same rows and requests. ``k_token_scales`` and
+    ``v_token_scales``, FP32 ``[P, Hkv, 16]``, belong to ``int8`` alone: ``decode`` includes them. Returns
+    ``out`` as ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64 ``q``). A row that sees no token
     gives 0 and ``-inf``. Inference only: nothing here is differentiable.
 
     What is never read: pages that no listed block lies in, and block-table entries of such pages (they may be
@@ -117,7 +133,9 @@ def page4_attention_reference(
         InputError: shapes or dtypes that disagree, scales that are not positive finite numbers, a plan that
             reaches past a block table, or a page that does not exist.
     """
-    _check(q, k_pages, v_pages, block_tables, plan, kv_format, k_scale, v_scale)
+    _check(
+        q, k_pages, v_pages, block_tables, plan, kv_format, k_scale, v_scale, k_token_scales, v_token_scales
+    )
     rows, query_heads, dim = q.shape
     kv_heads, requests = k_pages.shape[1], block_tables.shape[0]
     groups, longest, rows_per_group, ratio = plan.token_mask.shape
@@ -136,8 +154,8 @@ def page4_attention_reference(
     # Groups of a prefill share most blocks, so each block is decoded once for all of them.
     physical = _physical_blocks(plan, block_tables, k_pages.shape[0])
     needed, entries = physical.unique(return_inverse=True)
-    k_blocks = _decoded(k_pages, needed, ratio, kv_format).to(compute)
-    v_blocks = _decoded(v_pages, needed, ratio, kv_format).to(compute)
+    k_blocks = _decoded(k_pages, k_token_scales, needed, ratio, kv_format).to(compute)
+    v_blocks = _decoded(v_pages, v_token_scales, needed, ratio, kv_format).to(compute)
 
     # Two workspaces serve all slabs: touching fresh memory would cost more than the softmax.
     group_elements = max(1, query_heads * rows_per_group * longest * ratio)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from page4.kernels.block_plan import PackedPlan, check_group_rows
-from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, check_scale
+from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, check_scale, check_token_scales
 from page4.kernels.errors import InputError
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 
@@ -144,18 +144,8 @@ class AttentionInputs:
             )
 
     def _check_token_scales(self) -> None:
-        shape = self.k_pages.shape[:3]
         for name in ("k_token_scales", "v_token_scales"):
-            scales: Tensor | None = getattr(self, name)
-            if (scales is not None) != (self.kv_format == "int8"):
-                raise InputError(f"{name} belong to the format int8 and to no other, got {self.kv_format}")
-            if scales is None:
-                continue
-            if scales.shape != shape or scales.dtype != torch.float32 or not scales.is_contiguous():
-                raise InputError(
-                    f"{name} must be contiguous float32 {list(shape)}, "
-                    f"got {scales.dtype} {list(scales.shape)}"
-                )
+            check_token_scales(getattr(self, name), self.kv_format, self.k_pages.shape[:3], name)
 
     def _check_plan(self) -> None:
         plan, tables = self.plan, self.block_tables

@@ -5,24 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from page4.kernels.codecs import STORAGE_DTYPES, check_kv_format, encode_kv
+from page4.kernels.codecs import (
+    STORAGE_DTYPES,
+    check_kv_format,
+    check_token_scales,
+    encode_int8_rows,
+    encode_kv,
+)
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
 
 PAGE_TOKENS = 16
 
 
-def write_kv_pages(values: Tensor, pages: Tensor, slots: Tensor, kv_format: str, scale: float) -> None:
+def write_kv_pages(
+    values: Tensor,
+    pages: Tensor,
+    slots: Tensor,
+    kv_format: str,
+    scale: float,
+    token_scales: Tensor | None = None,
+) -> None:
     """Encode K or V rows and store them in their page slots, in place.
 
-    ``slot = page * 16 + offset``; a slot of -1 marks a padded row, which is skipped.
+    ``slot = page * 16 + offset``; a slot of -1 marks a padded row, which is skipped. ``int8`` computes a
+    scale for every row and head and stores it in the same slot of ``token_scales``.
 
     Shapes: ``values`` is ``[R, Hkv, D]``, ``pages`` is ``[P, Hkv, 16, D]`` in the format's storage dtype,
-    ``slots`` is int64 ``[R]``.
+    ``slots`` is int64 ``[R]``, ``token_scales`` FP32 ``[P, Hkv, 16]`` for ``int8`` and None for others.
 
     Raises:
         InputError: shapes or dtypes that disagree, a slot outside -1..16P-1, or a scale that the format
-            refuses.
+            refuses (``int8`` has none for all rows, so it must be 1.0).
     """
     check_kv_format(kv_format)
     rows, heads, dim = values.shape
@@ -30,6 +44,11 @@ def write_kv_pages(values: Tensor, pages: Tensor, slots: Tensor, kv_format: str,
         raise InputError(f"pages have shape {list(pages.shape)}; need [P, {heads}, {PAGE_TOKENS}, {dim}]")
     if pages.dtype != STORAGE_DTYPES[kv_format]:
         raise InputError(f"pages of format {kv_format} are {STORAGE_DTYPES[kv_format]}, got {pages.dtype}")
+    check_token_scales(token_scales, kv_format, pages.shape[:3], "token scales")
+    if token_scales is not None and scale != 1.0:
+        raise InputError(
+            f"KV format {kv_format} has a scale per token and head; scale must be 1.0, got {scale}"
+        )
     if slots.shape != (rows,) or slots.dtype != torch.int64:
         raise InputError(f"slots must be int64 [{rows}], got {slots.dtype} {list(slots.shape)}")
     num_slots = pages.shape[0] * PAGE_TOKENS
@@ -37,8 +56,12 @@ def write_kv_pages(values: Tensor, pages: Tensor, slots: Tensor, kv_format: str,
         raise InputError(f"slots must lie in -1..{num_slots - 1} for {pages.shape[0]} pages")
     live = slots >= 0
     live_slots = slots[live]
-    encoded = encode_kv(values[live], kv_format, scale)  # [live, Hkv, D]
-    pages[live_slots // PAGE_TOKENS, :, live_slots % PAGE_TOKENS] = encoded
+    page, offset = live_slots // PAGE_TOKENS, live_slots % PAGE_TOKENS
+    if token_scales is None:
+        encoded = encode_kv(values[live], kv_format, scale)  # [live, Hkv, D]
+    else:
+        encoded, token_scales[page, :, offset] = encode_int8_rows(values[live])
+    pages[page, :, offset] = encoded
 
 
 def update_index_keys(

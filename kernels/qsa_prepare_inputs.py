@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from page4.kernels.codecs import BYTE_FLOATS, STORAGE_DTYPES, check_kv_format, check_scale
+from page4.kernels.codecs import (
+    BYTE_FLOATS,
+    STORAGE_DTYPES,
+    check_kv_format,
+    check_scale,
+    check_token_scales,
+)
 from page4.kernels.errors import InputError
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 from page4.kernels.step_rows import StepRows
@@ -152,9 +158,4 @@ def _check_storage(storage: QSAStorage, kv_heads: int, dim: int, index_dim: int)
         if storage.kv_format not in BYTE_FLOATS and scale != 1.0:
             raise InputError(f"{name} of format {storage.kv_format} must be 1.0, got {scale}")
     for name, scales in (("k_scale_pages", storage.k_scale_pages), ("v_scale_pages", storage.v_scale_pages)):
-        if (scales is not None) != (storage.kv_format == "int8"):
-            raise InputError(f"{name} belong to format int8 and to no other")
-        if scales is not None and (
-            scales.shape != shape[:3] or scales.dtype != torch.float32 or not scales.is_contiguous()
-        ):
-            raise InputError(f"{name} must be contiguous FP32 {list(shape[:3])}, got {list(scales.shape)}")
+        check_token_scales(scales, storage.kv_format, shape[:3], name)

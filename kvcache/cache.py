@@ -43,7 +43,8 @@ class CacheConfig:
     Attributes:
         kv_format: format of the target's K/V.
         draft_kv_format: format of the MTP layer's K/V; None means the target's.
-        scales: static scales; required by formats that need them, refused never: other formats ignore them.
+        scales: static scales; required by formats that need them, refused by int8, whose scales are computed
+            per token and KV head, ignored by fp16 and fp32.
         num_draft_tokens: K; sets the recurrent slots (K+1) and the raw-key ring.
         max_requests: rows for requests that are open at once.
         max_tokens: tokens that all open requests may hold together (rounded up to pages).
@@ -78,6 +79,8 @@ class QSALayerCache:
 
     Attributes:
         k_pages, v_pages: ``[pages, Hkv, 16, D]`` in the format's storage dtype.
+        k_token_scales, v_token_scales: FP32 ``[pages, Hkv, 16]`` for a format with a scale per token and KV
+            head, else None. A scale lies in its token's slot, so whatever holds for a page holds for both.
         compressed_pages: ``[pages, 16 / r, Di]``, one key per complete r-token block, norm and RoPE applied.
         ring: ``[requests, capacity, Di]`` raw index keys; position p stands at ``p % capacity``. The capacity
             ``r * ceil((r + K) / r)`` keeps the open block's keys out of reach of K rejected rows.
@@ -100,6 +103,9 @@ class QSALayerCache:
         shape = (pages, geometry.kv_heads, PAGE_TOKENS, geometry.head_dim)
         self.k_pages = torch.zeros(shape, dtype=kv_format.storage, device=device)
         self.v_pages = torch.zeros(shape, dtype=kv_format.storage, device=device)
+        self.k_token_scales, self.v_token_scales = (
+            torch.zeros(shape[:3], device=device) if kv_format.has_token_scales else None for _ in range(2)
+        )
         self.compressed_pages = torch.zeros(
             pages, PAGE_TOKENS // ratio, geometry.index_dim, dtype=config.index_dtype, device=device
         )
@@ -107,6 +113,13 @@ class QSALayerCache:
         self.ring = torch.zeros(
             config.max_requests, capacity, geometry.index_dim, dtype=config.index_dtype, device=device
         )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token's K and V take in this layer, scales per token included."""
+        stored = (self.k_pages, self.v_pages, self.k_token_scales, self.v_token_scales)
+        slots = self.k_pages.shape[0] * PAGE_TOKENS
+        return sum(tensor.nbytes for tensor in stored if tensor is not None) // slots
 
     def pages(self, requests: Tensor, length: int) -> RequestPages:
         """Block tables of requests ``[B]``, as wide as ``length`` tokens need."""
@@ -140,7 +153,8 @@ class HybridCache:
         tables: block tables.
 
     Raises:
-        InputError: unknown format, a format without the scales it needs, or a size below 1.
+        InputError: unknown format, a format without the scales it needs or with scales that it refuses, or a
+            size below 1.
     """
 
     def __init__(
@@ -246,6 +260,15 @@ def _scales(
     """Scales of every QSA layer and of the draft; unit for formats that carry none, refused when missing."""
     layers = geometry.layer_types.count("qsa_attention")
     scales = config.scales
+    for whose, kv_format, given in (
+        ("", target, scales and scales.target),
+        ("draft ", draft, scales and scales.draft),
+    ):
+        if kv_format.has_token_scales and given:
+            raise InputError(
+                f"{whose}KV format {kv_format.name} computes a scale per token and KV head: "
+                "leave out its static scales"
+            )
     if target.needs_scale:
         have = len(scales.target) if scales is not None else 0
         if scales is None or have != layers:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from page4.kernels.codecs import BYTE_FLOATS
+from page4.kernels.codecs import BYTE_FLOATS, INT8_MAX
 from page4.kernels.errors import InputError
 
 
@@ -19,17 +19,25 @@ class KVFormat:
         storage: dtype of the pages; byte formats are decoded by bits.
         needs_scale: whether a calibrated FP32 scale per layer belongs to it.
         max_value: largest finite stored magnitude; a scale maps the layer's maximum onto it.
+        has_token_scales: whether an FP32 scale per token and KV head, computed as the token is written, is
+            stored beside the values. Static scales are refused then.
     """
 
     name: str
     storage: torch.dtype
     needs_scale: bool
     max_value: float
+    has_token_scales: bool = False
 
     @property
     def bytes_per_value(self) -> int:
-        """Stored bytes of one component."""
+        """Stored bytes of one component, without its share of a scale."""
         return self.storage.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Stored bytes of scales beside the components of one token and KV head, of K or of V."""
+        return torch.float32.itemsize if self.has_token_scales else 0
 
 
 _FORMATS = {
@@ -42,6 +50,7 @@ _FORMATS = {
             KVFormat(name, torch.uint8, needs_scale=True, max_value=spec.max_value)
             for name, spec in BYTE_FLOATS.items()
         ),
+        KVFormat("int8", torch.uint8, needs_scale=False, max_value=float(INT8_MAX), has_token_scales=True),
     )
 }
 FORMAT_NAMES = tuple(_FORMATS)

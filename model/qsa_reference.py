@@ -71,8 +71,9 @@ def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerC
 
 def _write(k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages) -> None:
     slots = pages.slots(positions).flatten()
-    write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, cache.format.name, cache.k_scale)
-    write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, cache.format.name, cache.v_scale)
+    name = cache.format.name
+    write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, name, cache.k_scale, cache.k_token_scales)
+    write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, name, cache.v_scale, cache.v_token_scales)
 
 
 def _attend(
@@ -105,5 +106,7 @@ def _attend(
         cache.k_scale,
         cache.v_scale,
         layer.softmax_scale,
+        cache.k_token_scales,
+        cache.v_token_scales,
     )
     return out.view(q.shape)

@@ -92,6 +92,8 @@ def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCach
         compressed_pages=cache.compressed_pages,
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
+        k_scale_pages=cache.k_token_scales,
+        v_scale_pages=cache.v_token_scales,
     )
     q, index_q = qsa_prepare_triton(
         q_gate, k, v, indexer.index_qk_proj(x), norms, angles, kernels.rows, storage, layer.eps
@@ -111,6 +113,8 @@ def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCach
         v_scale=cache.v_scale,
         softmax_scale=layer.softmax_scale,
         gate=q_gate[..., layer.head_dim :],
+        k_token_scales=cache.k_token_scales,
+        v_token_scales=cache.v_token_scales,
     )
     out, _ = page4_attention(inputs)
     return out

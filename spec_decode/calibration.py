@@ -22,11 +22,16 @@ def calibrate_scales(
     K is observed as cached (after norm and RoPE), V as projected, in an FP16 cache, of the target's QSA
     layers and of the MTP layer, whose rows see the target's streams and the true next token.
 
+    A format that computes a scale per token and KV head as it writes needs none: its scales are empty, and
+    nothing is run.
+
     Args:
         texts: token ids, run one after the other.
     Raises:
         InputError: no texts, an unknown format, or a text longer than the model's positions.
     """
+    if get_format(kv_format).has_token_scales:
+        return KVScales(())
     maximum = get_format(kv_format).max_value
     layers = model.config.qsa_layers
     peaks = [[0.0, 0.0] for _ in range(len(layers) + (model.mtp is not None))]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from page4.kernels.block_select import BlockPlan, select_blocks, union_plan
-from page4.kernels.codecs import decode_kv, encode_kv
+from page4.kernels.codecs import decode_kv, encode_int8_rows, encode_kv
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention import page4_attention_reference
 
-POISON = {"fp32": torch.nan, "fp16": torch.nan, "e4m3": 0xFF}
+POISON = {"fp32": torch.nan, "fp16": torch.nan, "e4m3": 0xFF, "int8": 0xFF}
 
 
 @dataclass
@@ -32,6 +32,8 @@ class Case:
     kv_format: str = "fp32"
     k_scale: float = 1.0
     v_scale: float = 1.0
+    k_token_scales: Tensor | None = None
+    v_token_scales: Tensor | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -44,6 +46,7 @@ class Case:
         return page4_attention_reference(
             self.q, self.k_pages, self.v_pages, self.block_table[None], self.plan(rows_per_group),
             self.kv_format, self.k_scale, self.v_scale, self.softmax_scale,
+            self.k_token_scales, self.v_token_scales,
         )  # fmt: skip
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -78,10 +81,19 @@ def make_case(
     pool = num_pages + 3
     block_table = torch.full((num_pages + 2,), 10**9)  # entries beyond the length are stale
     block_table[:num_pages] = torch.randperm(pool)[:num_pages]
-    tokens, pages = [], []
+    tokens, pages, token_scales = [], [], []
     for scale in (k_scale, v_scale):
-        stored = encode_kv(scale * torch.randn(length, kv_heads, dim), kv_format, scale)
-        tokens.append(decode_kv(stored, kv_format) * scale)
+        values = scale * torch.randn(length, kv_heads, dim)
+        if kv_format == "int8":
+            stored, row_scales = encode_int8_rows(values * (0.1 + torch.rand(length, kv_heads, 1)))
+            tokens.append(decode_kv(stored, kv_format) * row_scales[..., None])
+            paged_scales = torch.full((pool, kv_heads, 16), torch.nan)
+            for position in range(length):
+                paged_scales[block_table[position // 16], :, position % 16] = row_scales[position]
+            token_scales.append(paged_scales)
+        else:
+            stored = encode_kv(values, kv_format, scale)
+            tokens.append(decode_kv(stored, kv_format) * scale)
         paged = torch.full((pool, kv_heads, 16, dim), POISON[kv_format], dtype=stored.dtype)
         for position in range(length):
             paged[block_table[position // 16], :, position % 16] = stored[position]
@@ -94,6 +106,8 @@ def make_case(
         k=tokens[0], v=tokens[1], k_pages=pages[0], v_pages=pages[1], block_table=block_table,
         selected=select_blocks(scores, visible, topk), positions=positions,
         kv_format=kv_format, k_scale=k_scale, v_scale=v_scale,
+        k_token_scales=token_scales[0] if token_scales else None,
+        v_token_scales=token_scales[1] if token_scales else None,
     )  # fmt: skip
 
 
@@ -105,14 +119,14 @@ def assert_equals_dense(case: Case, rows_per_group: int = 4) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3"])
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3", "int8"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (1, 12), (2, 6), (4, 3), (2, 5)])
 def test_heads_and_dimensions(kv_heads: int, group: int, dim: int, kv_format: str) -> None:
     assert_equals_dense(make_case(kv_heads=kv_heads, group=group, dim=dim, kv_format=kv_format))
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 15, 16, 17, 63, 64, 65, 257, 1000, 5000])
 def test_lengths(length: int, kv_format: str) -> None:
     assert_equals_dense(make_case(length=length, topk=64, kv_format=kv_format))
@@ -176,6 +190,17 @@ def test_poison_in_unused_slots_and_pages_does_not_leak(poisoned: str, kv_format
         assert is_poison.any()
         setattr(case, name, torch.where(is_poison, zero, pages))
     assert torch.equal(case.run()[0], expected)
+
+
+@pytest.mark.parametrize("poisoned", ["k_token_scales", "v_token_scales"])
+def test_poison_in_scales_of_unseen_slots_does_not_leak(poisoned: str) -> None:
+    """make_case writes NaN scales wherever no token lies: the codes there decode to NaN, unseen."""
+    case = make_case(length=77, kv_format="int8")
+    scales = getattr(case, poisoned)
+    assert scales[case.block_table[4], :, 13:].isnan().all()
+    clean = replace(case, **{poisoned: scales.nan_to_num(1.0)})
+    assert_equals_dense(case)
+    assert torch.equal(case.run()[0], clean.run()[0])
 
 
 def test_padding_blocks_do_not_read_page_zero() -> None:
@@ -304,6 +329,10 @@ def test_a_plan_longer_than_the_block_table_is_refused() -> None:
         lambda case: replace(case, kv_format="e4m3"),
         lambda case: replace(case, kv_format="fp7"),
         lambda case: replace(case, v_pages=case.v_pages[:-1]),
+        lambda case: replace(case, k_token_scales=torch.ones(case.k_pages.shape[:3])),
+        lambda case: replace(make_case(kv_format="int8"), v_token_scales=None),
+        lambda case: replace(make_case(kv_format="int8"), v_token_scales=torch.ones(3, 2, 16)),
+        lambda case: replace(make_case(kv_format="int8"), kv_format="e4m3"),
         lambda case: replace(case, q=case.q[:, :5]),
         lambda case: replace(case, q=case.q[..., :-1]),
         lambda case: replace(case, block_table=case.block_table[:0]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from page4.kernels.codecs import encode_kv
+from page4.kernels.codecs import encode_int8_rows, encode_kv
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
 from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
@@ -31,6 +31,23 @@ def test_each_row_lands_in_its_slot_and_nothing_else_moves(kv_format: str, scale
             assert torch.equal(pages[slot // 16, :, slot % 16], encoded[row])
             before[slot // 16, :, slot % 16] = encoded[row]
     assert torch.equal(pages, before)
+
+
+def test_int8_rows_leave_their_scales_in_the_same_slots() -> None:
+    torch.manual_seed(0)
+    values = 100.0 * torch.randn(5, 2, 8)
+    values[3, 1] = 0.0  # a row of zeros has a scale like any other
+    pages = torch.full((4, 2, 16, 8), 0xFF, dtype=torch.uint8)
+    scales = torch.full((4, 2, 16), torch.nan)
+    slots = torch.tensor([17, -1, 0, 63, -1])
+    write_kv_pages(values, pages, slots, "int8", 1.0, scales)
+    codes, row_scales = encode_int8_rows(values)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(pages[slot // 16, :, slot % 16], codes[row])
+            assert torch.equal(scales[slot // 16, :, slot % 16], row_scales[row])
+    assert scales.isfinite().sum() == 3 * 2
+    assert (pages != 0xFF).any(-1).sum() == 3 * 2
 
 
 def test_padding_does_not_reach_the_last_slot() -> None:
@@ -65,6 +82,30 @@ def test_pages_of_another_format_or_shape_are_refused() -> None:
         write_kv_pages(torch.ones(1, 1, 4), torch.zeros(2, 1, 16, 4), slots, "e4m3", 1.0)
     with pytest.raises(InputError, match="shape"):
         write_kv_pages(torch.ones(1, 2, 4), torch.zeros(2, 1, 16, 4), slots, "fp32", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "scale", "scales", "message"),
+    [
+        ("int8", 1.0, None, "token scales belong to the format int8 and to no other"),
+        ("e4m3", 1.0, torch.ones(2, 1, 16), "token scales belong to the format int8 and to no other"),
+        (
+            "int8",
+            0.5,
+            torch.ones(2, 1, 16),
+            "int8 has a scale per token and head; scale must be 1.0, got 0.5",
+        ),
+        ("int8", 1.0, torch.ones(1, 2, 16), r"float32 \[2, 1, 16\], got torch.float32 \[1, 2, 16\]"),
+        ("int8", 1.0, torch.ones(2, 1, 16).half(), "got torch.float16"),
+    ],
+)
+def test_token_scales_that_do_not_fit_are_refused(
+    kv_format: str, scale: float, scales: Tensor | None, message: str
+) -> None:
+    pages = torch.zeros(2, 1, 16, 4, dtype=torch.uint8)
+    with pytest.raises(InputError, match=message):
+        write_kv_pages(torch.ones(1, 1, 4), pages, torch.tensor([3]), kv_format, scale, scales)
+    assert not pages.any()
 
 
 class IndexCache:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from page4.kvcache import CacheConfig, HybridCache, KVScales, ScalePair
+from page4.kvcache import CacheConfig, HybridCache, KVScales, ScalePair, get_format
 from page4.kvcache.cache import QSALayerCache
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from tests.oracle.steps import Stepper
 from tests.oracle.tiny import random_tokens
 
+# Of a format that needs scales; int8 computes its own and refuses others.
 SCALES = KVScales((ScalePair(0.011, 0.007), ScalePair(0.013, 0.009)), ScalePair(0.012, 0.008))
 TOKENS = random_tokens(80, seed=11)
 NUM_DRAFT_TOKENS = 3
 
 
 def config(
-    kv_format: str = "fp16", draft: str | None = None, scales: KVScales | None = SCALES
+    kv_format: str = "fp16", draft: str | None = None, scales: KVScales | Literal["usable"] | None = "usable"
 ) -> CacheConfig:
+    """A cache for :func:`play`; ``usable`` scales are those of ``SCALES`` that the formats do not refuse."""
+    if scales == "usable":
+        refused = [get_format(f).has_token_scales for f in (kv_format, draft or kv_format)]
+        scales = KVScales(() if refused[0] else SCALES.target, None if refused[1] else SCALES.draft)
     return CacheConfig(
         kv_format=kv_format,
         draft_kv_format=draft,

@@ -19,6 +19,9 @@ def poison(cache: HybridCache) -> None:
     for layer in qsa_caches(cache):
         for pages in (layer.k_pages, layer.v_pages):
             pages.fill_(0xFF if pages.dtype == torch.uint8 else math.nan)
+        for scales in (layer.k_token_scales, layer.v_token_scales):
+            if scales is not None:
+                scales.fill_(math.nan)
         layer.compressed_pages.fill_(math.nan)
         layer.ring.fill_(math.nan)
     for slots in cache.recurrent:
@@ -46,12 +49,13 @@ def test_a_request_after_others_equals_one_in_a_fresh_cache(
         assert torch.equal(a, b)
 
 
-def test_physical_pages_do_not_matter(model: Qwen4ExpForCausalLM) -> None:
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_physical_pages_do_not_matter(model: Qwen4ExpForCausalLM, kv_format: str) -> None:
     """Pages in any order, scattered among another request's, give bit-equal results."""
-    scattered = model.new_cache(config("fp16"))
+    scattered = model.new_cache(config(kv_format))
     other = scattered.open()
     stepper = Stepper(model, scattered)
-    plain = Stepper(model, model.new_cache(config("fp16")))
+    plain = Stepper(model, model.new_cache(config(kv_format)))
     for i in range(4):
         scattered.reserve(other, 16 * (i + 1))
         rows = TOKENS[16 * i : 16 * (i + 1)]
@@ -61,13 +65,19 @@ def test_physical_pages_do_not_matter(model: Qwen4ExpForCausalLM) -> None:
     scattered.tables.check()
 
 
-def test_requests_do_not_write_into_each_other(model: Qwen4ExpForCausalLM) -> None:
-    cache = model.new_cache(config("fp16"))
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_requests_do_not_write_into_each_other(model: Qwen4ExpForCausalLM, kv_format: str) -> None:
+    cache = model.new_cache(config(kv_format))
     quiet = Stepper(model, cache)
     quiet.prefill(TOKENS[:37])
 
     def held() -> list[Tensor]:
-        pages = [rows_of(layer.k_pages, quiet, 37) for layer in cache.qsa]
+        stored = (
+            x
+            for layer in cache.qsa
+            for x in (layer.k_pages, layer.v_pages, layer.k_token_scales, layer.v_token_scales)
+        )
+        pages = [rows_of(x, quiet, 37) for x in stored if x is not None]
         return [*pages, *(layer.ring[quiet.request].clone() for layer in cache.qsa)]
 
     before = held() + cache.snapshot(quiet.request)

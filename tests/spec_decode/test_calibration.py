@@ -103,17 +103,25 @@ def test_no_value_of_the_calibration_texts_saturates() -> None:
         assert (magnitude == 0x7E).sum() <= 2
 
 
+def test_scales_that_are_computed_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(seed=6)
+    monkeypatch.setattr(Qwen4ExpForCausalLM, "forward_rows", None)  # nothing is run
+    assert calibrate_scales(model, TEXTS, kv_format="int8") == KVScales((), None)
+
+
+@pytest.mark.parametrize("kv_format", ["e4m3", "int8"])
+def test_a_decoder_takes_the_scales_of_its_format(kv_format: str) -> None:
+    model = tiny_model(seed=6)
+    scales = calibrate_scales(model, TEXTS, kv_format)
+    config = DecoderConfig(kv_format=kv_format, scales=scales, max_length=64)
+    generations, _ = generate(SpeculativeDecoder(model, config), [TEXTS[0]], 5)
+    assert len(generations[0].tokens) == 5
+
+
 def test_a_model_without_a_head_has_no_draft_scales() -> None:
     scales = calibrate_scales(tiny_model(seed=6, mtp_num_hidden_layers=0), TEXTS)
     assert len(scales.target) == 2
     assert scales.draft is None
-
-
-def test_the_scales_fit_the_model_they_were_measured_on() -> None:
-    model = tiny_model(seed=6)
-    config = DecoderConfig(kv_format="e4m3", scales=calibrate_scales(model, TEXTS), max_length=64)
-    generations, _ = generate(SpeculativeDecoder(model, config), [TEXTS[0]], 5)
-    assert len(generations[0].tokens) == 5
 
 
 def test_wrong_input_is_refused() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from page4.kernels.errors import InputError
-from page4.kvcache import KVScales, ScalePair
+from page4.kvcache import KVScales, ScalePair, get_format
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import SpeculativeDecoder, generate
 from tests.oracle.tiny import tiny_model
@@ -136,18 +138,48 @@ def test_no_prompts_give_no_generations(decoder: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"), [("fp16", None), ("e4m3", None), ("e4m3", "fp16"), ("fp16", "e4m3")]
+    ("target", "draft"),
+    [
+        ("fp16", None),
+        ("e4m3", None),
+        ("e4m3", "fp16"),
+        ("fp16", "e4m3"),
+        ("int8", None),
+        ("int8", "fp16"),
+        ("int8", "e3m4"),
+        ("e5m2", "int8"),
+    ],
 )
 def test_speculation_is_lossless_within_a_format(
     model: Qwen4ExpForCausalLM, decoder: Build, target: str, draft: str | None
 ) -> None:
     """Verification keeps the output that of the target in its own format, whatever the draft's."""
     prompts = [safe_prompt(model, length, NEW) for length in LENGTHS]
-    options = {"kv_format": target, "draft_kv_format": draft, "scales": SCALES, "max_requests": 4}
+    options = {**formats(target, draft), "max_requests": 4}
     plain = run(decoder(0, **options), prompts, NEW)
     speculative = run(decoder(3, **options), prompts, NEW)
     assert emitted(speculative) == emitted(plain)
     assert sum(sum(generation.accepted) for generation in speculative) > 0
+
+
+@pytest.mark.parametrize("kv_format", ["e4m3", "int8"])
+def test_a_batch_and_its_chunks_do_not_matter_in_byte_formats(
+    model: Qwen4ExpForCausalLM, decoder: Build, kv_format: str
+) -> None:
+    """What a token is stored as depends on the token alone, not on which others are written with it."""
+    prompts = [safe_prompt(model, length, NEW) for length in LENGTHS]
+    options = formats(kv_format, None)
+    alone = [emitted(run(decoder(3, **options), [prompt], NEW))[0] for prompt in prompts]
+    for chunk in (5, 16, 64):
+        together = run(decoder(3, max_requests=4, prefill_chunk=chunk, **options), prompts, NEW)
+        assert emitted(together) == alone
+
+
+def formats(target: str, draft: str | None) -> dict[str, Any]:
+    """Options of a decoder: the formats, and scales where they need some."""
+    target_needs, draft_needs = (get_format(name).needs_scale for name in (target, draft or target))
+    scales = KVScales(SCALES.target if target_needs else (), SCALES.draft if draft_needs else None)
+    return {"kv_format": target, "draft_kv_format": draft, "scales": scales}
 
 
 def test_wrong_requests_are_refused(decoder: Build) -> None:
