@@ -21,9 +21,22 @@ from page4.kernels.block_select_triton import (
 )
 from page4.kernels.errors import InputError
 
+from .attention_cases import DEVICE
 from .compile_targets import CAPABILITIES, compile_for
 
 SENTINEL = -77
+
+
+def row_groups(row_counts: list[int], rows_per_group: int, groups: int | None = None) -> RowGroups:
+    return RowGroups.of(row_counts, rows_per_group, groups=groups, device=DEVICE)
+
+
+def new_workspace(rows: int, max_blocks: int, topk: int, **options: int) -> SelectionWorkspace:
+    """A workspace with garbage wherever a launch may not rely on what it finds."""
+    workspace = SelectionWorkspace.allocate(rows, max_blocks, topk, device=DEVICE, **options)
+    for tensor in (workspace.bits, workspace.keys, workspace.blocks):
+        tensor.fill_(-1)
+    return workspace
 
 
 def group_lists(plan: PackedPlan) -> list[tuple[list[int], list[int]]]:
@@ -45,20 +58,14 @@ def expected_lists(
     return lists
 
 
-def poisoned(workspace: SelectionWorkspace) -> SelectionWorkspace:
-    """The workspace with garbage wherever a launch may not rely on what it finds."""
-    for tensor in (workspace.bits, workspace.keys, workspace.blocks):
-        tensor.fill_(-1)
-    return workspace
-
-
 def planned(
     scores: Tensor, positions: Tensor, groups: RowGroups, topk: int, max_chunk: int = 64
 ) -> PackedPlan:
     """A plan over poisoned memory: scores that no row may look at are NaN."""
     num_blocks = scores.shape[1]
-    invisible = torch.arange(num_blocks) >= ((positions + 1) // 4)[:, None]
-    workspace = poisoned(SelectionWorkspace.allocate(len(scores), num_blocks + 1, topk, max_chunk=max_chunk))
+    scores, positions = scores.to(DEVICE), positions.to(DEVICE)
+    invisible = torch.arange(num_blocks, device=DEVICE) >= ((positions + 1) // 4)[:, None]
+    workspace = new_workspace(len(scores), num_blocks + 1, topk, max_chunk=max_chunk)
     plan = empty_plan(groups, plan_capacity(groups.rows_per_group, topk, num_blocks + 1))
     for tensor in (plan.blocks, plan.masks, plan.counts):
         tensor.fill_(SENTINEL)
@@ -75,10 +82,10 @@ def planned(
     seed=st.integers(0, 2**16),
     row_counts=st.lists(st.integers(0, 9), min_size=1, max_size=2).filter(any),
     num_blocks=st.integers(1, 150),
-    topk=st.sampled_from([1, 3, 8, 16, 31]),
+    topk=st.sampled_from([1, 8, 31]),
     levels=st.sampled_from([1, 2, 4, 10**6]),
-    rows_per_group=st.integers(1, 8),
-    max_chunk=st.sampled_from([32, 64, 256]),
+    rows_per_group=st.sampled_from([1, 3, 4, 8]),
+    max_chunk=st.sampled_from([32, 256]),
     padding=st.integers(0, 2),
 )
 def test_the_plan_equals_the_reference(
@@ -100,7 +107,7 @@ def test_the_plan_equals_the_reference(
         [torch.arange(length - count, length) for length, count in zip(lengths, row_counts, strict=True)]
     ).clamp_min(-1)  # a length below the row count: padded rows
     total = sum(-(-count // rows_per_group) for count in row_counts)
-    groups = RowGroups.of(row_counts, rows_per_group, groups=total + padding)
+    groups = row_groups(row_counts, rows_per_group, groups=total + padding)
 
     plan = planned(scores, positions, groups, topk, max_chunk)
     expected = expected_lists(scores, positions, row_counts, topk, rows_per_group)
@@ -115,21 +122,21 @@ def test_rows_that_end_at_the_edges_of_words_and_chunks(visible: int, tail: int)
         return
     scores = torch.arange(130.0).flip(0)[None] % 7
     positions = torch.tensor([4 * visible + tail - 1])
-    plan = planned(scores, positions, RowGroups.of([1], 1), topk=20, max_chunk=32)
+    plan = planned(scores, positions, row_groups([1], 1), topk=20, max_chunk=32)
     assert group_lists(plan) == expected_lists(scores, positions, [1], 20, 1)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.5, 1e-40, math.inf, -math.inf])
 @pytest.mark.parametrize("max_chunk", [32, 128])
 def test_equal_scores_select_the_first_blocks(value: float, max_chunk: int) -> None:
-    plan = planned(torch.full((1, 100), value), torch.tensor([399]), RowGroups.of([1], 1), 17, max_chunk)
+    plan = planned(torch.full((1, 100), value), torch.tensor([399]), row_groups([1], 1), 17, max_chunk)
     assert plan.blocks[0, :17].tolist() == list(range(17))
     assert plan.counts.tolist() == [17]
 
 
 def test_signed_zeros_tie() -> None:
     scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0, 1.0, -1.0]])
-    plan = planned(scores, torch.tensor([23]), RowGroups.of([1], 1), topk=3)
+    plan = planned(scores, torch.tensor([23]), row_groups([1], 1), topk=3)
     assert plan.blocks[0, :3].tolist() == [0, 1, 4]
 
 
@@ -140,7 +147,7 @@ def test_scores_of_both_signs_and_all_magnitudes(max_chunk: int) -> None:
     scores = (2.0**exponents * torch.randn(4, 120, generator=generator)).float()
     scores[:, ::17] = -math.inf
     positions = torch.arange(470, 474)
-    plan = planned(scores, positions, RowGroups.of([4], 4), 40, max_chunk)
+    plan = planned(scores, positions, row_groups([4], 4), 40, max_chunk)
     assert group_lists(plan) == expected_lists(scores, positions, [4], 40, 4)
 
 
@@ -150,7 +157,7 @@ def test_512_of_many_blocks(max_chunk: int) -> None:
     scores = torch.randn(4, 1500, generator=generator).relu()
     scores[1] = scores[1].round(decimals=1)
     positions = torch.arange(5990, 5994)
-    plan = planned(scores, positions, RowGroups.of([4], 4), 512, max_chunk)
+    plan = planned(scores, positions, row_groups([4], 4), 512, max_chunk)
     assert group_lists(plan) == expected_lists(scores, positions, [4], 512, 4)
 
 
@@ -159,21 +166,21 @@ def test_more_words_than_one_program_lists() -> None:
     scores[0, 69_000:69_100] = 1.0
     scores[1, 40_000:40_050] = 2.0
     positions = torch.tensor([4 * 70_000 - 2, 4 * 70_000 - 1])
-    groups = RowGroups.of([2], 2)
-    workspace = poisoned(SelectionWorkspace.allocate(2, 70_000, 64))
-    plan = select_plan_triton(scores, positions, groups, workspace)
+    groups = row_groups([2], 2)
+    workspace = new_workspace(2, 70_000, 64)
+    plan = select_plan_triton(scores.to(DEVICE), positions.to(DEVICE), groups, workspace)
     assert group_lists(plan) == expected_lists(scores, positions, [2], 64, 2)
 
 
 def test_a_workspace_and_a_plan_serve_step_after_step() -> None:
     generator = torch.Generator().manual_seed(0)
-    workspace = poisoned(SelectionWorkspace.allocate(8, 120, 9, max_chunk=32))
-    groups = RowGroups.of([4, 2], 4)
+    workspace = new_workspace(8, 120, 9, max_chunk=32)
+    groups = row_groups([4, 2], 4)
     plan = empty_plan(groups, plan_capacity(4, 9, 120))
     for length in (470, 20, 130, 300):
         positions = torch.cat([torch.arange(length - 4, length), torch.arange(length // 2, length // 2 + 2)])
         scores = torch.rand(6, 120, generator=generator)
-        select_plan_triton(scores, positions, groups, workspace, plan)
+        select_plan_triton(scores.to(DEVICE), positions.to(DEVICE), groups, workspace, plan)
         assert group_lists(plan) == expected_lists(scores, positions, [4, 2], 9, 4)
 
 
@@ -183,19 +190,19 @@ def test_a_nan_takes_a_place_but_never_hangs_or_overflows(bits: int) -> None:
     nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     scores = torch.rand(1, 100)
     scores[0, ::3] = nan
-    plan = planned(scores, torch.tensor([399]), RowGroups.of([1], 1), 17, 32)
+    plan = planned(scores, torch.tensor([399]), row_groups([1], 1), 17, 32)
     assert plan.counts.tolist() == [17]
 
 
 def test_no_rows_make_an_empty_plan() -> None:
-    groups = RowGroups.of([], 4)
+    groups = row_groups([], 4)
     workspace = SelectionWorkspace.allocate(1, 4, 2)
     plan = select_plan_triton(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), groups, workspace)
     assert plan.counts.shape == (0,)
 
 
 def test_wrong_inputs_are_refused() -> None:
-    groups, workspace = RowGroups.of([2], 2), SelectionWorkspace.allocate(2, 8, 3)
+    groups, workspace = row_groups([2], 2), SelectionWorkspace.allocate(2, 8, 3)
     positions, scores = torch.tensor([20, 21]), torch.zeros(2, 8)
     for wrong in (scores[:1], scores.half(), torch.zeros(8, 2).t(), scores[0]):
         with pytest.raises(InputError, match="scores"):
@@ -205,7 +212,7 @@ def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(InputError, match="8 may be listed"):
         select_plan_triton(scores, positions, groups, workspace, empty_plan(groups, 7))
     with pytest.raises(InputError, match="groups"):
-        select_plan_triton(scores, positions, groups, workspace, empty_plan(RowGroups.of([1, 1], 1), 8))
+        select_plan_triton(scores, positions, groups, workspace, empty_plan(row_groups([1, 1], 1), 8))
     for topk in (0, 513):
         with pytest.raises(InputError, match="topk"):
             SelectionWorkspace.allocate(1, 8, topk)

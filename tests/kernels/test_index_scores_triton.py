@@ -14,6 +14,7 @@ from page4.kernels.block_plan import RowGroups
 from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_kernel, index_scores_triton
 
+from .attention_cases import DEVICE
 from .compile_targets import CAPABILITIES, compile_for
 
 STALE = 10**9  # a page that no cache has
@@ -29,22 +30,21 @@ def by_definition(queries: Tensor, keys: Tensor) -> Tensor:
 @given(
     seed=st.integers(0, 2**16),
     row_counts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    heads=st.sampled_from([1, 2, 3, 4]),
-    dim=st.sampled_from([8, 16, 24, 128]),
+    shape=st.sampled_from([(1, 8), (2, 16), (3, 24), (4, 128)]),
     dtypes=st.sampled_from([("float32", "float32"), ("float16", "float16"), ("float32", "float16")]),
-    rows_per_group=st.integers(1, 8),
+    rows_per_group=st.sampled_from([1, 3, 4, 7, 8]),
     padding=st.integers(0, 1),
 )
 def test_scores_equal_the_definition(
     seed: int,
     row_counts: list[int],
-    heads: int,
-    dim: int,
+    shape: tuple[int, int],
     dtypes: tuple[str, str],
     rows_per_group: int,
     padding: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
+    heads, dim = shape
     query_dtype, key_dtype = (getattr(torch, name) for name in dtypes)
     rows, max_pages = sum(row_counts), 40
     lengths = torch.randint(1, 16 * max_pages + 1, (len(row_counts),), generator=generator).tolist()
@@ -67,10 +67,15 @@ def test_scores_equal_the_definition(
     projected = torch.randn(rows, (heads + 1) * dim, generator=generator).to(query_dtype)
     queries = projected[:, : heads * dim].unflatten(1, (heads, dim))
     total = sum(-(-count // rows_per_group) for count in row_counts)
-    groups = RowGroups.of(row_counts, rows_per_group, groups=total + padding)
+    groups = RowGroups.of(row_counts, rows_per_group, groups=total + padding, device=DEVICE)
 
-    scores = torch.full((rows, 4 * max_pages + 3), math.nan)
-    index_scores_triton(queries, pages, tables, positions, groups, scores)
+    scores = torch.full((rows, 4 * max_pages + 3), math.nan, device=DEVICE)
+    # Moving a view to another device would drop its strides.
+    queries_there = projected.to(DEVICE)[:, : heads * dim].unflatten(1, (heads, dim))
+    index_scores_triton(
+        queries_there, pages.to(DEVICE), tables.to(DEVICE), positions.to(DEVICE), groups, scores
+    )
+    scores = scores.cpu()
     for own, own_queries, own_positions, own_scores in zip(
         keys,
         queries.split(row_counts),
@@ -87,23 +92,39 @@ def test_scores_equal_the_definition(
             assert own_scores[row, visible:].isnan().all()  # nothing is written there
 
 
+def scores_of_one_row(queries: Tensor, page: Tensor) -> Tensor:
+    """The four scores of a request of 16 tokens in one page."""
+    tables, position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), torch.tensor([15], device=DEVICE)
+    groups, scores = RowGroups.of([1], 1, device=DEVICE), torch.empty(1, 4, device=DEVICE)
+    index_scores_triton(queries.to(DEVICE), page[None].to(DEVICE), tables, position, groups, scores)
+    return scores.cpu()[0]
+
+
 def test_heads_that_point_away_score_exactly_zero() -> None:
     queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    pages = torch.tensor([[-1.0, -2.0], [3.0, -5.0], [-1.0, 0.0], [0.0, 0.0]])[None]
-    groups = RowGroups.of([1], 1)
-    scores = torch.empty(1, 4)
-    index_scores_triton(
-        queries, pages, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([15]), groups, scores
-    )
-    assert scores[0, 0] == scores[0, 2] == scores[0, 3] == 0.0
-    torch.testing.assert_close(scores[0, 1], torch.tensor(3.0 / math.sqrt(2)))
+    scores = scores_of_one_row(queries, torch.tensor([[-1.0, -2.0], [3.0, -5.0], [-1.0, 0.0], [0.0, 0.0]]))
+    assert scores[0] == scores[2] == scores[3] == 0.0
+    torch.testing.assert_close(scores[1], torch.tensor(3.0 / math.sqrt(2)))
 
 
 def test_half_precision_products_accumulate_in_fp32() -> None:
-    queries, pages = torch.full((1, 2, 64), 60.0).half(), torch.full((1, 4, 64), 60.0).half()
-    tables, groups = torch.zeros(1, 1, dtype=torch.int64), RowGroups.of([1], 1)
-    scores = index_scores_triton(queries, pages, tables, torch.tensor([15]), groups, torch.empty(1, 4))
-    assert scores.tolist() == [[2 * 64 * 3600 / 8.0] * 4]  # the products sum beyond FP16
+    scores = scores_of_one_row(torch.full((1, 2, 64), 60.0).half(), torch.full((4, 64), 60.0).half())
+    assert scores.tolist() == [2 * 64 * 3600 / 8.0] * 4  # the products sum beyond FP16
+
+
+def test_keys_beyond_two_gibi_elements() -> None:
+    """Memory that is never touched costs nothing, so this runs anywhere."""
+    dim = 128
+    far = 2**31 // (4 * dim) + 1
+    pages = torch.empty(far + 1, 4, dim, dtype=torch.float16, device=DEVICE)
+    own = torch.randn(4, dim, generator=torch.Generator().manual_seed(0)).half()
+    pages[far] = own.to(DEVICE)
+    queries = torch.randn(1, 4, dim, generator=torch.Generator().manual_seed(1)).half()
+    scores = index_scores_triton(
+        queries.to(DEVICE), pages, torch.tensor([[far]], device=DEVICE), torch.tensor([15], device=DEVICE),
+        RowGroups.of([1], 1, device=DEVICE), torch.empty(1, 4, device=DEVICE),
+    )  # fmt: skip
+    torch.testing.assert_close(scores.cpu().double(), by_definition(queries, own), rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows_are_scored() -> None:

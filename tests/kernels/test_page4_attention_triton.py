@@ -26,7 +26,7 @@ from page4.kernels.page4_attention_triton import (
     page4_attention_kernel,
     page4_attention_triton,
 )
-from tests.kernels.attention_cases import DEVICE, FORMATS, STALE, Case, assert_near, make_case, on_device
+from tests.kernels.attention_cases import DEVICE, FORMATS, STALE, Case, assert_near, make_case
 from tests.kernels.compile_targets import CAPABILITIES, compile_for
 
 
@@ -107,8 +107,8 @@ def test_equals_the_reference(kv_format: str) -> None:
     case = make_case(length=103, rows=5, requests=2, kv_format=kv_format, dtype=torch.float32)
     positions = torch.arange(98, 103).repeat(2)
     selected = select_blocks(torch.rand(10, 25), (positions + 1) // 4, 6)
-    plan = union_plan(selected, positions, 4, requests=2)
-    inputs = replace(case.inputs, plan=on_device(pack_plan(plan, 10, 2)))
+    plan = union_plan(selected.to(DEVICE), positions.to(DEVICE), 4, requests=2)
+    inputs = replace(case.inputs, plan=pack_plan(plan, 10, 2))
     out, lse = run(replace(case, inputs=inputs), splits=2)
     expected_out, expected_lse = reference(inputs, plan)
     torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,7 @@ from page4.kvcache import CacheConfig, KVScales, ScalePair
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from tests.oracle.tiny import tiny_model
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = KVScales((ScalePair(0.02, 0.03),) * 4, ScalePair(0.02, 0.03))
 
 
@@ -48,7 +49,7 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
 
 @pytest.mark.parametrize("kv_format", ["fp32", "e4m3"])
 def test_triton_equals_the_reference(kv_format: str) -> None:
-    model = tiny_model()
+    model = tiny_model().to(DEVICE)
     reference, triton = run(model, "reference", kv_format), run(model, "triton", kv_format)
     # A value that lies on the edge between two codes may be stored as either.
     tolerance = 1e-4 if kv_format == "fp32" else 2e-2

@@ -23,6 +23,7 @@ def test_a_notebook_runs_and_shows_its_figures(notebook: Path, tmp_path: Path) -
     overrides = [
         f"model={write_checkpoint(tmp_path / 'model')}",
         f"prompts={write_texts(tmp_path / 'texts', first=300, second=400)}",
+        "device=cpu",
         "lengths=48,96",
         "num_prompts=2",
         "rounds_per_prompt=2",

@@ -65,6 +65,7 @@ def test_chunk_gradients_equal_autograd() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fla's kernels need a GPU")
 def test_fla_with_the_replacement_equals_the_reference() -> None:
     """Output and all gradients, in bf16 against the FP32 reference."""
+    pytest.importorskip("fla", reason="fla is not installed")
     torch.manual_seed(0)
     shape = (2, 2048, 8, 64)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
