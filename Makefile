@@ -16,12 +16,13 @@ INPUTS := pyproject.toml setup.py $(wildcard constraints/*.txt)
 PARTS  := kernels kvcache model spec_decode experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help study test lint notebooks clean
+.PHONY: help study test test-gpu lint notebooks clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make study       measure MTP acceptance against context length with the shipped checkpoint"
 	@echo "make test        run the tests"
+	@echo "make test-gpu    run the kernels' tests on a GPU, over every shape and format"
 	@echo "make lint        run ruff and mypy"
 	@echo "make notebooks   execute the notebooks"
 	@echo "make clean       remove the environments and caches; results/ stays"
@@ -32,6 +33,12 @@ study: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(BIN)/pytest -n 2
+
+# Eight processes keep the CPU cores busy with compiling; the GPU waits for them.
+test-gpu: $(VENV)/.installed-test
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make test-gpu needs a GPU that PyTorch can use; make test runs the kernels on the CPU" >&2; exit 2; }
+	@$(BIN)/pytest -n 8 tests/kernels tests/model/test_backends.py
 
 # page4.* are the top folders under another name; the links let mypy find them by that name.
 lint: $(VENV)/.installed-lint
