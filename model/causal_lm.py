@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from page4.kernels.backend import resolve_backend
 from page4.kernels.errors import InputError
 from page4.kvcache.cache import CacheConfig, CacheGeometry, HybridCache
 
+from .backend import checked_backend
 from .config import Qwen4ExpConfig
 from .decoder import Trunk
 from .loader import load_weights
@@ -61,13 +61,15 @@ class Qwen4ExpForCausalLM(nn.Module):
             device: where the model lives.
             backend: implementation of the hot paths, see :meth:`use_backend`.
         Raises:
-            InputError: a file is missing, truncated, or does not fit the config.
+            InputError: a file is missing, truncated, or does not fit the config, or the backend cannot run
+                the model here.
         """
         folder = Path(folder)
         device = torch.device(device)
         if dtype is None:
             dtype = torch.float16 if device.type == "cuda" else torch.float32
         config = Qwen4ExpConfig.from_file(folder / "config.json")
+        checked_backend(backend, config, dtype, device.type)  # before gigabytes are read
         with torch.device("meta"):
             model = cls(config)
         load_weights(model, folder, dtype, device, config.split_ngram_parts)
@@ -78,9 +80,9 @@ class Qwen4ExpForCausalLM(nn.Module):
         """Runs the hot paths on ``reference`` (PyTorch) or ``triton`` kernels; see ``page4.kernels.backend``.
 
         Raises:
-            InputError: no such backend, or it cannot run here.
+            InputError: no such backend, or it cannot run here, or not this model.
         """
-        backend = resolve_backend(name, self.device.type)
+        backend = checked_backend(name, self.config, self.dtype, self.device.type)
         for module in self.modules():
             if isinstance(module, QSAttention):
                 module.backend = backend

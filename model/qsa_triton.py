@@ -11,7 +11,6 @@ from torch import Tensor
 
 from page4.kernels.block_plan import MAX_GROUP_ROWS, PackedPlan, RowGroups, plan_capacity
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
-from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.page4_attention_dispatch import page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
@@ -49,14 +48,8 @@ class KernelStep:
 
     @classmethod
     def of(cls, batch: RowBatch, tables: BlockTables, config: Qwen4ExpConfig) -> KernelStep:
-        """Lists and workspaces for a batch.
-
-        Raises:
-            InputError: blocks of other than 4 tokens, which the packed plan cannot hold.
-        """
+        """Lists and workspaces for a batch of a model that passed ``checked_backend``."""
         ratio = config.indexer_compress_ratio
-        if ratio != 4:
-            raise InputError(f"backend 'triton' needs indexer_compress_ratio 4, the model has {ratio}")
         segments = batch.segments
         device = batch.positions.device
         requests = [s.request for s in segments]

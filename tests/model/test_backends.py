@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +14,7 @@ from page4.kernels.backend import resolve_backend
 from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, ScalePair
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
-from tests.oracle.tiny import tiny_model
+from tests.oracle.tiny import tiny_dict, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = KVScales((ScalePair(0.02, 0.03),) * 4, ScalePair(0.02, 0.03))
@@ -20,7 +24,7 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
     """Two requests: prefill of unequal chunks, then verify rows beside a chunk; drafts of all rows."""
     model.use_backend(backend)
     layers = len(model.config.qsa_layers)
-    scales = KVScales(SCALES.target[:1] * layers, SCALES.draft)
+    scales = None if kv_format == "int8" else KVScales(SCALES.target[:1] * layers, SCALES.draft)
     exact = torch.float32 if kv_format == "fp32" else torch.float16
     cache = model.new_cache(
         CacheConfig(kv_format=kv_format, scales=scales, max_requests=2, max_tokens=128, index_dtype=exact)
@@ -47,7 +51,7 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
     return logits, drafts
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "e4m3"])
+@pytest.mark.parametrize("kv_format", ["fp32", "e4m3", "int8"])
 def test_triton_equals_the_reference(kv_format: str) -> None:
     model = tiny_model().to(DEVICE)
     reference, triton = run(model, "reference", kv_format), run(model, "triton", kv_format)
@@ -57,6 +61,48 @@ def test_triton_equals_the_reference(kv_format: str) -> None:
         for a, b in zip(expected, actual, strict=True):
             assert b.isfinite().all()
             assert (a - b).abs().max() <= tolerance * a.abs().max()
+
+
+def rotated(share: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": share}}
+
+
+UNSUPPORTED = [
+    ({"head_dim": 48}, "head_dim one of 32, 64, 128, 256, the model has 48"),
+    ({"head_dim": 16}, "head_dim one of 32, 64, 128, 256, the model has 16"),
+    ({"head_dim": 512, **rotated(1 / 64)}, "head_dim one of .*, the model has 512"),
+    ({"indexer_head_dim": 24}, "indexer_head_dim a power of two, the model has 24"),
+    (rotated(0.375), "rotary dimension a power of two .*, the model has 12"),
+    ({"indexer_compress_ratio": 2}, "indexer_compress_ratio 4, the model has 2"),
+    ({"num_attention_heads": 34, "num_key_value_heads": 2}, "per KV head at most 16, the model has 17"),
+    ({"indexer_budget": 2052}, "indexer_compress_ratio at most 512, the model has 513"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message"), UNSUPPORTED)
+def test_sizes_without_kernels_are_refused_when_the_backend_is_chosen(
+    sizes: dict[str, Any], message: str
+) -> None:
+    """And the reference, which runs them all, stays."""
+    model = tiny_model(**sizes)
+    with pytest.raises(InputError, match=f"^backend 'triton' needs .*{message}$") as caught:
+        model.use_backend("triton")
+    assert "\n" not in str(caught.value)
+    assert model(torch.tensor([[1, 2, 3, 4, 5]])).logits.isfinite().all()
+
+
+def test_a_checkpoint_without_kernels_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    config = json.dumps(tiny_dict(indexer_compress_ratio=8))
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(InputError, match="needs indexer_compress_ratio 4, the model has 8"):
+        Qwen4ExpForCausalLM.from_pretrained(tmp_path, backend="triton")
+    with pytest.raises(InputError, match="no checkpoint there"):
+        Qwen4ExpForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    with pytest.raises(InputError, match=r"dtype torch.float16 or torch.float32, the model has torch.bfloat"):
+        tiny_model().to(torch.bfloat16).use_backend("triton")
 
 
 def test_an_unknown_backend_is_refused() -> None:
