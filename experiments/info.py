@@ -24,6 +24,7 @@ def collect_info() -> dict[str, Any]:
         "hardware": hardware(),
         "checkpoint": checkpoint_state(CHECKPOINT),
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
+        "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
     }
 
 
@@ -53,6 +54,10 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("GPU", "none that PyTorch can use"))
     size = f"{checkpoint['bytes'] / 1e6:.1f} MB of weights"
     lines.append(("checkpoint", size if checkpoint["found"] else "not found in page4.model"))
-    formats = (f"{name} ({size} B)" for name, size in record["kv_formats"].items())
+    scales = record["kv_scale_bytes"]
+    formats = (
+        f"{name} ({size} B{f' + {scales[name]} B per token and head' if scales[name] else ''})"
+        for name, size in record["kv_formats"].items()
+    )
     lines.append(("KV formats", ", ".join(formats)))
     return lines

@@ -15,6 +15,8 @@ from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import calibrate_scales
 
 SCALES_FILE = "scales.json"
+DYNAMIC = {"dynamic": "one FP32 scale per token and KV head, for K and for V, computed as they are written"}
+"""What the file says of a format that has no static scales because it computes them."""
 
 ScalesByFormat = Mapping[str, KVScales]
 
@@ -27,16 +29,21 @@ def calibrated_scales(
 ) -> ScalesByFormat:
     """Scales of every format that needs them: those in the folder, or new ones from `beginnings`.
 
+    `scales.json` also names the formats that compute scales of their own; nothing is calibrated for them.
+
     Raises:
-        InputError: `scales.json` is there but does not hold finite positive scales of these formats.
+        InputError: `scales.json` is there but does not hold finite positive scales of these formats, or holds
+            static ones of a format that computes its own.
     """
-    names = {name for arm in config.all_arms for name in arm.formats}
-    formats = sorted(name for name in names if get_format(name).needs_scale)
+    names = sorted({name for arm in config.all_arms for name in arm.formats})
+    static = [name for name in names if get_format(name).needs_scale]
+    dynamic = [name for name in names if get_format(name).has_token_scales]
     file = results.path / SCALES_FILE
     if file.exists():
-        return _from_json(file.read_text(encoding="utf-8"), formats, str(file))
-    scales = {name: calibrate_scales(model, beginnings, name, config.prefill_chunk) for name in formats}
-    results.write_json(SCALES_FILE, {name: dataclasses.asdict(found) for name, found in scales.items()})
+        return _from_json(file.read_text(encoding="utf-8"), static, dynamic, str(file))
+    scales = {name: calibrate_scales(model, beginnings, name, config.prefill_chunk) for name in static}
+    content = {name: dataclasses.asdict(found) for name, found in scales.items()}
+    results.write_json(SCALES_FILE, content | dict.fromkeys(dynamic, DYNAMIC))
     return scales
 
 
@@ -48,12 +55,17 @@ def arm_scales(arm: Arm, scales: ScalesByFormat) -> KVScales | None:
     return KVScales(target.target if target else (), draft.draft if draft else None)
 
 
-def _from_json(text: str, formats: Sequence[str], file: str) -> ScalesByFormat:
+def _from_json(text: str, static: Sequence[str], dynamic: Sequence[str], file: str) -> ScalesByFormat:
     try:
         content = json.loads(text)
-        return {name: _scales(content[name]) for name in formats}
+        scales = {name: _scales(content[name]) for name in static}
+        stray = [name for name in dynamic if content[name] != DYNAMIC]
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} does not hold KV scales for {', '.join(formats)}: {error}") from error
+        formats = ", ".join([*static, *dynamic])
+        raise InputError(f"{file} does not hold KV scales for {formats}: {error}") from error
+    if stray:
+        raise InputError(f"{file} holds static scales of {', '.join(stray)}, which computes one per token")
+    return scales
 
 
 def _scales(content: Mapping[str, Any]) -> KVScales:

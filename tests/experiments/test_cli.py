@@ -147,4 +147,5 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
     assert record["versions"]["torch"]
     assert record["kv_formats"]["fp16"] == 2
     assert record["kv_formats"]["e4m3"] == 1
-    assert set(record) == {"versions", "stack", "hardware", "checkpoint", "kv_formats"}
+    assert (record["kv_formats"]["int8"], record["kv_scale_bytes"]["int8"]) == (1, 4)
+    assert set(record) == {"versions", "stack", "hardware", "checkpoint", "kv_formats", "kv_scale_bytes"}

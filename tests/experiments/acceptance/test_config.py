@@ -51,10 +51,13 @@ def test_quick_is_smaller_in_every_way() -> None:
 
 
 def test_arms_can_be_given_on_the_command_line() -> None:
-    config = load_config(AcceptanceConfig, overrides=["arms=[[a, fp16, fp16, 0], [b, e4m3, fp16, 0]]"])
+    arms = "arms=[[a, fp16, fp16, 0], [b, e4m3, fp16, 0], [c, int8, int8, 0], [d, e5m2, e3m4, 0]]"
+    config = load_config(AcceptanceConfig, overrides=[arms])
     assert [(arm.name, arm.formats) for arm in config.all_arms] == [
         ("a", ("fp16", "fp16")),
         ("b", ("e4m3", "fp16")),
+        ("c", ("int8", "int8")),
+        ("d", ("e5m2", "e3m4")),
     ]
 
 

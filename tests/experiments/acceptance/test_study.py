@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from page4.experiments.acceptance import measure, run
+from page4.experiments.acceptance.scales import DYNAMIC
 from page4.experiments.acceptance.study import load_encoder
 from page4.kernels.errors import InputError
 from page4.spec_decode import Generation
@@ -36,6 +37,8 @@ FILES = {
     "provenance.json",
 }
 
+
+BYTES = ("e4m3", "e5m2", "e3m4", "int8")
 
 SPEEDS = ("prefill", "decode", "step", "generation_decode", "generation_step")
 
@@ -233,6 +236,50 @@ def test_arms_may_mix_formats(checkpoint: Path, texts: Path, tmp_path: Path) -> 
     summary = run(config, tmp_path / "out")
     assert [row["arm"] for row in summary["table"]] == ["target", "target", "draft", "draft"]
     assert summary["controls"] == []
+
+
+ARMS_OF_ALL_FORMATS = (
+    ("fp16", "fp16", "fp16", 0),
+    *((f"{target}:{draft}", target, draft, 0) for target in BYTES for draft in BYTES),
+)
+
+
+def test_every_format_may_be_the_targets_and_the_drafts(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    """In any combination; the target's own output never depends on the draft's format."""
+    config = tiny_config(
+        checkpoint, texts, arms=ARMS_OF_ALL_FORMATS, lengths=(48,), num_prompts=2, generation_prompts=0
+    )
+    summary = run(config, tmp_path / "out")
+    assert summary["arms"]["int8:e3m4"] == {"target": "int8", "draft": "e3m4"}
+    seen = Counter(row["arm"] for row in _rows(tmp_path / "out" / "samples.csv"))
+    assert seen == {arm[0]: 2 * 3 for arm in ARMS_OF_ALL_FORMATS}
+    assert all(check["mismatches"] == 0 for check in summary["checks"]["plain_greedy"].values())
+    assert summary["checks"]["plain_greedy"].keys() == seen.keys()
+    scales = json.loads((tmp_path / "out" / "scales.json").read_text())
+    assert scales.keys() == set(BYTES)
+    assert all(set(scales[name]) == {"target", "draft"} for name in BYTES if name != "int8")
+
+
+def test_formats_that_compute_their_scales_say_so(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    """And nothing is calibrated; static scales put there by hand are refused."""
+    arms = (("fp16", "fp16", "fp16", 0), ("int8", "int8", "int8", 0))
+    config = tiny_config(checkpoint, texts, arms=arms, lengths=(48,), num_prompts=2, generation_prompts=0)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, Interrupter(1))
+    scales = json.loads((out / "scales.json").read_text())
+    assert scales == {"int8": DYNAMIC} and "per token and KV head" in DYNAMIC["dynamic"]
+    static = {"target": [{"k": 0.1, "v": 0.1}], "draft": {"k": 0.1, "v": 0.1}}
+    (out / "scales.json").write_text(json.dumps({"int8": static}), encoding="utf-8")
+    with pytest.raises(InputError, match="holds static scales of int8, which computes one per token"):
+        run(config, out)
+    (out / "scales.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(InputError, match="does not hold KV scales for int8"):
+        run(config, out)
+    (out / "scales.json").write_text(json.dumps(scales), encoding="utf-8")
+    assert [row["arm"] for row in run(config, out)["table"]] == ["int8", "int8"]
 
 
 def test_study_without_byte_formats_needs_no_scales(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
