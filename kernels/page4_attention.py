@@ -122,8 +122,8 @@ def page4_attention_reference(
     in the format's storage dtype, ``block_tables`` is int64 ``[B, n]``, ``plan`` comes from
     :func:`~page4.kernels.block_select.union_plan` over the same rows and requests. ``k_token_scales`` and
     ``v_token_scales``, FP32 ``[P, Hkv, 16]``, belong to ``int8`` alone: ``decode`` includes them. Returns
-    ``out`` as ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64 ``q``). A row that sees
-    no token gives 0 and ``-inf``. Inference only: nothing here is differentiable.
+    ``out`` as ``[R, Hq, D]`` and ``lse`` as ``[R, Hq]``, both FP32 (FP64 for a float64 ``q``). A row that
+    sees no token gives 0 and ``-inf``. Inference only: nothing here is differentiable.
 
     What is never read: pages that no listed block lies in, and block-table entries of such pages (they may be
     stale and out of range). What is read but never contributes: slots that no row of the group sees (they may

@@ -29,45 +29,22 @@ def _check_triton(config: Qwen4ExpConfig, dtype: torch.dtype) -> None:
     from page4.kernels.block_select_triton import MAX_TOPK
     from page4.kernels.page4_attention_inputs import HEAD_DIMS, MAX_HEADS_PER_KV
 
-    c = config
-    heads_per_kv = c.num_attention_heads // c.num_key_value_heads
-    limits: tuple[tuple[bool, str, object, str], ...] = (
-        (
-            c.indexer_compress_ratio == BLOCK_TOKENS,
-            "indexer_compress_ratio",
-            c.indexer_compress_ratio,
-            str(BLOCK_TOKENS),
-        ),
-        (c.head_dim in HEAD_DIMS, "head_dim", c.head_dim, f"one of {', '.join(map(str, HEAD_DIMS))}"),
-        (
-            _is_power_of_two(c.indexer_head_dim),
-            "indexer_head_dim",
-            c.indexer_head_dim,
-            "a power of two",
-        ),
-        (
-            _is_power_of_two(c.rotary_dim) and 2 <= c.rotary_dim <= min(c.head_dim, c.indexer_head_dim),
-            "rotary dimension",
-            c.rotary_dim,
-            "a power of two from 2 to head_dim and indexer_head_dim",
-        ),
-        (
-            heads_per_kv <= MAX_HEADS_PER_KV,
-            "number of query heads per KV head",
-            heads_per_kv,
-            f"at most {MAX_HEADS_PER_KV}",
-        ),
-        (
-            c.block_topk <= MAX_TOPK,
-            "indexer_budget / indexer_compress_ratio",
-            c.block_topk,
-            f"at most {MAX_TOPK}",
-        ),
-        (dtype in (torch.float16, torch.float32), "dtype", dtype, "torch.float16 or torch.float32"),
+    ratio, topk, dtypes = config.indexer_compress_ratio, config.block_topk, (torch.float16, torch.float32)
+    head, index, rotary = config.head_dim, config.indexer_head_dim, config.rotary_dim
+    group = config.num_attention_heads // config.num_key_value_heads
+    heads = ", ".join(map(str, HEAD_DIMS))
+    limits: tuple[tuple[bool, str, object], ...] = (
+        (ratio == BLOCK_TOKENS, f"indexer_compress_ratio {BLOCK_TOKENS}", ratio),
+        (head in HEAD_DIMS, f"head_dim one of {heads}", head),
+        (_is_power_of_two(index), "indexer_head_dim a power of two", index),
+        (_is_power_of_two(rotary) and 2 <= rotary <= head, "rotary dimension a power of two", rotary),
+        (group <= MAX_HEADS_PER_KV, f"query heads per KV head at most {MAX_HEADS_PER_KV}", group),
+        (topk <= MAX_TOPK, f"indexer_budget / indexer_compress_ratio at most {MAX_TOPK}", topk),
+        (dtype in dtypes, "dtype torch.float16 or torch.float32", dtype),
     )
-    for holds, name, value, expected in limits:
+    for holds, limit, value in limits:
         if not holds:
-            raise InputError(f"backend 'triton' needs {name} {expected}, the model has {value}")
+            raise InputError(f"backend 'triton' needs {limit}, the model has {value}")
 
 
 def _is_power_of_two(number: int) -> bool:
