@@ -16,6 +16,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
+_LEGEND_COLUMNS = 4  # longer legends stand beside the axes
+
 
 @dataclass(frozen=True)
 class Series:
@@ -28,13 +30,13 @@ class Series:
 
 def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
     """Acceptance against context length, a line with interval bars per arm; estimates are fractions."""
-    figure, axes = _figure(title, note)
+    figure, axes = _figure(title, note, lines=len(series))
     for index, line in enumerate(series):
-        _line(axes, line, index, shift=2 ** (0.06 * _offset(index, len(series))))
+        _line(axes, line, index, shift=2 ** _offset(index, len(series), 0.06))
     _length_axis(axes, series)
     axes.set_ylabel("acceptance (accepted / drafted tokens)")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _legend_above(axes)
+    _legend(figure, axes, len(series))
     return figure
 
 
@@ -44,15 +46,16 @@ def plot_difference(series: Sequence[Series], noise: Series | None, title: str, 
     `noise` is the difference of a control arm that differs in nothing that matters. Its interval is drawn as
     a band: a difference inside it is not told from noise.
     """
-    figure, axes = _figure(title, note)
+    lines = len(series) + (noise is not None)
+    figure, axes = _figure(title, note, lines)
     axes.axhline(0, color="black", linewidth=0.8)
     if noise is not None:
         _band(axes, noise)
     for index, line in enumerate(series):
-        _line(axes, line, index + 1, shift=2 ** (0.06 * _offset(index, len(series))))
+        _line(axes, line, index + 1, shift=2 ** _offset(index, len(series), 0.06))
     _length_axis(axes, [*series, noise] if noise else series)
     axes.set_ylabel("difference of acceptance (percentage points)")
-    _legend_above(axes)
+    _legend(figure, axes, lines)
     return figure
 
 
@@ -66,7 +69,7 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
     for axes, (heading, series) in zip(all_axes, panels, strict=True):
         _clean(axes)
         for index, line in enumerate(series):
-            _line(axes, line, index, step=0.12 * _offset(index, len(series)))
+            _line(axes, line, index, step=_offset(index, len(series), 0.12))
         positions = sorted({x for line in series for x in line.x})
         axes.set_title(heading, fontsize=10)
         axes.xaxis.set_major_locator(FixedLocator(positions))
@@ -86,8 +89,9 @@ def format_tokens(length: int) -> str:
     return f"{length / 1024:.3g}k" if length >= 1024 else str(length)
 
 
-def _figure(title: str, note: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+def _figure(title: str, note: str, lines: int) -> tuple[Figure, Axes]:
+    width = 7.2 if lines <= _LEGEND_COLUMNS else 10.5
+    figure = Figure(figsize=(width, max(4.4, 0.25 * lines)), layout="constrained")
     axes = figure.subplots()
     _clean(axes)
     _titles(figure, title, note)
@@ -106,21 +110,30 @@ def _titles(figure: Figure, title: str, note: str) -> None:
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
 
 
-def _legend_above(axes: Axes) -> None:
-    """A legend in one row between title and axes, where no line runs."""
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
+def _legend(figure: Figure, axes: Axes, lines: int) -> None:
+    """A legend in one row between title and axes, where no line runs; beside the axes if it is longer."""
+    if lines <= _LEGEND_COLUMNS:
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=lines, borderaxespad=0.2)
+    else:
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
 
 
-def _offset(index: int, count: int) -> float:
-    """Places lines side by side around their x, so that interval bars do not hide each other."""
-    return index - (count - 1) / 2
+def _offset(index: int, count: int, step: float) -> float:
+    """Places lines side by side around their x, so that interval bars do not hide each other.
+
+    Many stand closer together, within five steps, so that they stay nearer to their own x than to the next.
+    """
+    return (index - (count - 1) / 2) * min(step, 5 * step / count)
 
 
 def _line(axes: Axes, line: Series, index: int, *, shift: float = 1.0, step: float = 0.0) -> None:
     """Points at `x * shift + step`, joined, with a bar from low to high where there is an interval."""
     x = [value * shift + step for value in line.x]
     values = [estimate.value for estimate in line.estimates]
-    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    # Where colours come again, markers are shifted against them: 49 lines look different.
+    colour = COLOURS[index % len(COLOURS)]
+    marker = MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
     axes.plot(x, values, color=colour, marker=marker, markersize=5, linewidth=1.4, label=line.label)
     low, high = [e.low for e in line.estimates], [e.high for e in line.estimates]
     axes.vlines(x, low, high, color=colour, linewidth=1.4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 
 import matplotlib.image
 import numpy as np
@@ -71,6 +72,24 @@ def test_position_figure_has_a_panel_per_length_and_a_tick_per_draft() -> None:
     assert [axes.get_title() for axes in figure.axes] == ["1k tokens", "2k tokens", "4k tokens"]
     assert all(list(axes.get_xticks()) == [1, 2, 3] for axes in figure.axes)
     assert _render(figure).std() > 0.01
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("plot", [plot_acceptance, lambda s, *text: plot_difference(s, None, *text)])
+def test_seventeen_arms_look_different_and_leave_room_for_the_axes(plot: Callable[..., Figure]) -> None:
+    """Four formats of the target times four of the draft, beside a baseline."""
+    series = [_series(f"e4m3:e4m3 {i} (target e4m3, draft e4m3)", 0.5) for i in range(17)]
+    figure = plot(series, "title", "note")
+    assert _render(figure).std() > 0.01
+    (axes,) = figure.axes
+    lines = [line for line in axes.lines if line.get_label() in {s.label for s in series}]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 17
+    assert axes.get_position().width > 0.5 and axes.get_position().height > 0.5
+    positions = [float(np.asarray(line.get_xdata())[0]) for line in lines]
+    assert len(set(positions)) == 17
+    assert LENGTHS[0] / 1.25 < min(positions) and max(positions) < LENGTHS[0] * 1.25
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [s.label for s in series]
 
 
 def test_estimates_without_interval_are_drawn_as_points() -> None:
