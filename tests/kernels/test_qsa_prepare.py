@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from page4.kernels.codecs import encode_int8_rows, encode_kv
+from page4.kernels.codecs import decode_kv, encode_int8_rows, encode_kv
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
 from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
@@ -48,6 +48,22 @@ def test_int8_rows_leave_their_scales_in_the_same_slots() -> None:
             assert torch.equal(scales[slot // 16, :, slot % 16], row_scales[row])
     assert scales.isfinite().sum() == 3 * 2
     assert (pages != 0xFF).any(-1).sum() == 3 * 2
+
+
+def test_int8_rows_of_zeros_infinities_and_nans() -> None:
+    """Zeros decode to zeros, an infinity is the largest number, and a NaN spoils its own row only."""
+    values = torch.ones(1, 4, 4)
+    values[0, 0] = 0.0
+    values[0, 1, 2] = -math.inf
+    values[0, 2, 3] = math.nan
+    pages = torch.full((1, 4, 16, 4), 0xFF, dtype=torch.uint8)
+    scales = torch.full((1, 4, 16), torch.nan)
+    write_kv_pages(values, pages, torch.tensor([5]), "int8", 1.0, scales)
+    decoded = decode_kv(pages[0, :, 5], "int8") * scales[0, :, 5, None]
+    assert (decoded[0] == 0).all() and scales[0, 0, 5] > 0
+    assert decoded[1].tolist() == [0, 0, pytest.approx(-torch.finfo(torch.float32).max), 0]
+    assert decoded[2].isnan().all()
+    assert decoded[3].tolist() == pytest.approx([1.0] * 4)
 
 
 def test_padding_does_not_reach_the_last_slot() -> None:
