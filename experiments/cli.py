@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from page4.experiments.cli_acceptance import acceptance
+from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_info import info
 from page4.experiments.cli_train import train
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("acceptance")(acceptance)
 app.command("train")(train)
 app.command("corpus")(corpus)
+app.command("autotune")(autotune)
 app.command("info")(info)
 
 

@@ -1,0 +1,99 @@
+"""Compilation of many configurations in parallel processes, which share Triton's cache on the disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from page4.experiments.autotune.attention import JIT_FUNCTIONS, attend
+from page4.experiments.autotune.outline import Outline
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Whether a configuration compiled: the error in one line, and registers that spill to local memory."""
+
+    error: str | None = None
+    spills: int = 0
+
+
+def compile_configuration(kernel: str, outline: Outline, config: Any, device: torch.device) -> Compiled:
+    """Compile a kernel for inputs with an outline and load it on the device."""
+    function = JIT_FUNCTIONS[kernel]
+    caches = getattr(function, "device_caches", None)  # the interpreter compiles nothing
+    if caches is not None:
+        caches.clear()  # afterwards it holds this configuration and no other
+    try:
+        attend(kernel, outline.inputs(device), config)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # compilers raise anything
+        return Compiled(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+    compiled = [] if caches is None else [kernel for entry in caches.values() for kernel in entry[0].values()]
+    return Compiled(spills=max((kernel.n_spills for kernel in compiled), default=0))
+
+
+Compile = Callable[[str, Outline, Any, torch.device], Compiled]
+
+
+class CompilerPool:
+    """Processes that compile; one that crashes takes only its own configuration with it.
+
+    Args:
+        processes: How many; 0 means one per processor but one.
+        device: The device to compile for and to load on.
+        compile: What a process runs; a function that can be imported there.
+    """
+
+    def __init__(
+        self, processes: int, device: torch.device, compile: Compile = compile_configuration
+    ) -> None:
+        processes = processes or max(1, (os.cpu_count() or 1) - 1)
+        self._device, self._compile = device, compile
+        self._threads = ThreadPoolExecutor(processes)
+        self._local = threading.local()  # every thread has a process of its own
+        self._processes: list[ProcessPoolExecutor] = []
+
+    def __enter__(self) -> CompilerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Forget what has not begun; what has begun is waited for."""
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.shutdown()
+
+    def submit(self, kernel: str, outline: Outline, config: Any) -> Future[Compiled]:
+        """Compile a configuration when a process is free; the first ones submitted come first."""
+        return self._threads.submit(self._run, kernel, outline, config)
+
+    def _run(self, kernel: str, outline: Outline, config: Any) -> Compiled:
+        process: ProcessPoolExecutor | None = getattr(self._local, "process", None)
+        if process is None:
+            # A forked process could not use CUDA.
+            context = multiprocessing.get_context("spawn")
+            process = ProcessPoolExecutor(1, context, initializer=_ignore_interrupts)
+            self._local.process = process
+            self._processes.append(process)
+        try:
+            return process.submit(self._compile, kernel, outline, config, self._device).result()
+        except BrokenProcessPool:
+            self._local.process = None
+            return Compiled(error="the compiler crashed")
+
+
+def _ignore_interrupts() -> None:
+    """An interrupt reaches the whole group of processes; the first one ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

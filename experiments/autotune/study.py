@@ -1,0 +1,143 @@
+"""Tuning from configuration to files of tuned configurations."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import page4.kernels.tuning
+from page4.experiments.autotune.attention import Bench, Candidates, Cell, candidates
+from page4.experiments.autotune.choice import OUTCOMES, Trial
+from page4.experiments.autotune.compiling import Compiled, CompilerPool
+from page4.experiments.autotune.config import AutotuneConfig
+from page4.experiments.autotune.machine import Machine, this_gpu
+from page4.experiments.autotune.record import (
+    TRIAL_COLUMNS,
+    TRIAL_KEY,
+    record,
+    results,
+    table,
+    trial_rows,
+)
+from page4.experiments.progress import Reporter, Silent
+from page4.experiments.results import ResultFolder
+from page4.kernels.errors import InputError
+from page4.kernels.tuning import triton_version
+
+_AHEAD = 4  # cells that are compiled while one is timed
+
+Job = tuple[Cell, Candidates, dict[Any, Future[Compiled]]]
+
+
+def run(
+    config: AutotuneConfig, out: Path, progress: Reporter | None = None, machine: Machine | None = None
+) -> dict[str, Any]:
+    """Tune what is not yet in the folder, record it, and return the content of `summary.json`.
+
+    Args:
+        config: What to tune.
+        out: Result folder, new or begun by the same configuration. It gets `config.yaml`, `inputs.json`,
+            `trials.csv` (every configuration tried), `table.md`, `summary.json`, `provenance.json` and,
+            unless the configuration names another folder, `configs`.
+        progress: Told of every kernel at every step.
+        machine: Where to run; None is the current GPU.
+
+    Raises:
+        InputError: No GPU, nothing that can be tuned, or an unusable folder.
+    """
+    started = time.monotonic()
+    machine = machine or this_gpu(config.replays)
+    progress = progress or Silent()
+    cells = [Cell(kernel, step) for step in config.steps for kernel in config.kernel_names]
+    cells = [cell for cell in cells if cell.possible]
+    if not cells:
+        raise InputError("none of these kernels reads any of these KV formats")
+    inputs = {"gpu": machine.gpu, "triton": triton_version(), "kernels": _kernel_digest()}
+    with ResultFolder(out, config.question(), inputs=inputs) as folder:
+        trials = folder.samples(TRIAL_COLUMNS, TRIAL_KEY, "trials.csv")
+        configs = config.configs or out / "configs"
+        found = results(cells, trials.rows)
+        done = {result.cell for result in found}
+        waiting = [cell for cell in cells if cell not in done]
+        progress.start(len(cells), len(done))
+        deadline = started + config.seconds if config.seconds else float("inf")
+        for cell, default, tried in _tune(waiting, config, machine, deadline):
+            trials.add(trial_rows(cell, tried, default, datetime.now(UTC).date().isoformat()))
+            found = results(cells, trials.rows)
+            record(configs, found, machine.gpu, triton_version())
+            progress.advance(str(cell))
+        files = record(configs, found, machine.gpu, triton_version())
+        counts = {name: sum(result.counts[name] for result in found) for name in OUTCOMES}
+        left = len(cells) - len(found)
+        summary = {
+            "tuned": sum(result.entry is not None for result in found),
+            "left": left,
+            "trials": counts,
+            "files": [file.relative_to(configs).as_posix() for file in files],
+        }
+        note = f"\n{counts['timed']} configurations timed; not timed: "
+        note += ", ".join(f"{counts[name]} {name}" for name in OUTCOMES[1:]) + "."
+        note += f" {left} of {len(cells)} left: run again to go on." if left else ""
+        folder.write_text("table.md", table(found) + note + "\n")
+        folder.write_json("summary.json", summary)
+        folder.finish()
+    return summary
+
+
+def _tune(
+    cells: Sequence[Cell], config: AutotuneConfig, machine: Machine, deadline: float
+) -> Iterator[tuple[Cell, Any, list[Trial]]]:
+    """Cells in order with their default configuration and trials, until the deadline (monotonic seconds)."""
+    if not cells:
+        return
+    with CompilerPool(config.processes, machine.device) as pool:
+        jobs: deque[Job] = deque()
+        waiting = iter(cells)
+        while time.monotonic() < deadline:
+            while len(jobs) <= _AHEAD and (cell := next(waiting, None)) is not None:
+                found = candidates(cell, machine.device, machine.multiprocessors, config.seed)
+                jobs.append(
+                    (cell, found, {c: pool.submit(cell.kernel, found.outline, c) for c in found.configs})
+                )
+            if not jobs:
+                return
+            cell, found, futures = jobs.popleft()
+            patience = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            if wait_for(futures.values(), timeout=patience).not_done:
+                return
+            compiled = {c: future.result() for c, future in futures.items()}
+            bench = Bench(cell, machine.device, config.seed, machine.cold_copies)
+            yield cell, found.default, try_all(compiled, found.default, bench, machine)
+
+
+def try_all(compiled: Mapping[Any, Compiled], default: Any, bench: Bench, machine: Machine) -> list[Trial]:
+    """A trial of every configuration that compiled: checked first, and timed if it is right.
+
+    What spills is skipped, but not the default configuration: it is what the others are held against.
+    """
+    trials = []
+    for config, state in compiled.items():
+        if state.error is not None:
+            trials.append(Trial(config, "fails", note=state.error))
+        elif state.spills and config != default:
+            trials.append(Trial(config, "spills", note=f"{state.spills} registers"))
+        elif (wrong := bench.difference(config)) is not None:
+            trials.append(Trial(config, "wrong", note=wrong))
+        else:
+            trials.append(Trial(config, "timed", machine.time_us(bench.launches(config))))
+    return trials
+
+
+def _kernel_digest() -> str:
+    """SHA-256 over the kernels' sources: other sources make other times."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(page4.kernels.tuning.__file__).parent.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
