@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,201 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from page4.kernels.codecs import BYTE_FLOATS, STORAGE_DTYPES, decode_kv, encode_int8_rows
+from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.errors import InputError
-from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
-from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
-from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
+from page4.kernels.norm_rope import rotary_cos_sin
 from page4.kernels.qsa_prepare_triton import qsa_prepare_kernel, qsa_prepare_triton, rotary_table
 from page4.kernels.step_rows import StepRows
 from tests.kernels.compile_targets import CAPABILITIES, compile_for
+from tests.kernels.prepare_cases import (
+    DEVICE,
+    REQUESTS,
+    SMALL,
+    THETA,
+    Step,
+    angles_of,
+    block_tables,
+    copy_storage,
+    norms_of,
+    play,
+    poisoned_storage,
+    run,
+)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HQ, HKV, HI, DIM, INDEX_DIM, ROTARY_DIM, THETA = 2, 2, 2, 32, 16, 8, 1e4
-PAGES, PAGES_OF_EACH, REQUESTS = 40, 12, 3
 FORMATS = ["fp32", "fp16", *BYTE_FLOATS, "int8"]
 # The interpreter truncates where a conversion to bfloat16 must round.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
-ANGLES = rotary_table(256, ROTARY_DIM, THETA, DEVICE)
-
-
-@dataclass
-class Step:
-    """Projections of a step's rows, as slices of wider tensors: no two have the same row stride."""
-
-    q_gate: Tensor
-    k: Tensor
-    v: Tensor
-    index: Tensor
-
-    @classmethod
-    def random(cls, rows: int, dtype: torch.dtype, seed: int) -> Step:
-        generator = torch.Generator().manual_seed(seed)
-        wide = torch.randn(rows, HQ * 2 * DIM + 2 * HKV * DIM + (HI + 1) * INDEX_DIM, generator=generator)
-        sizes = (HQ * 2 * DIM, HKV * DIM, HKV * DIM, (HI + 1) * INDEX_DIM)
-        q_gate, k, v, index = (3.0 * wide).to(DEVICE, dtype).split(sizes, dim=1)
-        return cls(
-            q_gate.unflatten(1, (HQ, 2 * DIM)),
-            k.unflatten(1, (HKV, DIM)).clone(),
-            v.unflatten(1, (HKV, DIM)),
-            index,
-        )
-
-
-NORMS = QSANorms(
-    *(
-        0.3 * torch.randn(size, generator=torch.Generator().manual_seed(size + i)).to(DEVICE)
-        for i, size in enumerate((DIM, DIM, INDEX_DIM, INDEX_DIM))
-    )
-)
-
-
-def poisoned_storage(
-    kv_format: str = "fp16", index_dtype: torch.dtype = torch.float32, capacity: int = 8, ratio: int = 4
-) -> QSAStorage:
-    """Storage in which nothing may be read before it is written."""
-    shape, dtype = (PAGES, HKV, 16, DIM), STORAGE_DTYPES[kv_format]
-    poison = 0xFF if dtype == torch.uint8 else math.nan
-    scale = 0.02 if kv_format in BYTE_FLOATS else 1.0
-    int8 = kv_format == "int8"
-    return QSAStorage(
-        kv_format,
-        torch.full(shape, poison, dtype=dtype, device=DEVICE),
-        torch.full(shape, poison, dtype=dtype, device=DEVICE),
-        torch.full((REQUESTS, capacity, INDEX_DIM), math.nan, dtype=index_dtype, device=DEVICE),
-        torch.full((PAGES, 16 // ratio, INDEX_DIM), math.nan, dtype=index_dtype, device=DEVICE),
-        k_scale=scale,
-        v_scale=1.5 * scale if scale != 1.0 else 1.0,
-        k_scale_pages=torch.full(shape[:3], math.nan, device=DEVICE) if int8 else None,
-        v_scale_pages=torch.full(shape[:3], math.nan, device=DEVICE) if int8 else None,
-    )
-
-
-def copy(storage: QSAStorage) -> QSAStorage:
-    tensors = {name: x.clone() for name, x in vars(storage).items() if isinstance(x, Tensor)}
-    return replace(storage, **tensors)
-
-
-def block_tables(lengths: list[int]) -> Tensor:
-    """Shuffled pages; entries that the lengths do not need point nowhere."""
-    pages = torch.randperm(PAGES, generator=torch.Generator().manual_seed(3))[: REQUESTS * PAGES_OF_EACH]
-    tables = pages.view(REQUESTS, PAGES_OF_EACH).clone()
-    for request, length in enumerate(lengths):
-        tables[request, -(-length // 16) :] = 10**9
-    return tables.to(DEVICE)
-
-
-def reference(step: Step, rows: StepRows, storage: QSAStorage, ratio: int) -> tuple[Tensor, Tensor]:
-    """What the launch shall do, from the references of its parts; storage is written in place."""
-    live = rows.positions >= 0
-    cos, sin = rotary_cos_sin(rows.positions.clamp_min(0), ROTARY_DIM, THETA)
-    q = apply_rope(rms_norm_zero_centred(step.q_gate[..., :DIM], NORMS.q), cos, sin)
-    k = apply_rope(rms_norm_zero_centred(step.k, NORMS.k), cos, sin)
-    index = step.index.unflatten(1, (HI + 1, INDEX_DIM))
-    index_q = apply_rope(rms_norm_zero_centred(index[:, :HI], NORMS.index_q), cos, sin)
-    for values, pages, scales, scale in (
-        (k, storage.k_pages, storage.k_scale_pages, storage.k_scale),
-        (step.v, storage.v_pages, storage.v_scale_pages, storage.v_scale),
-    ):
-        if scales is None:
-            write_kv_pages(values, pages, rows.slots, storage.kv_format, scale)
-        else:
-            slots = rows.slots[rows.slots >= 0]
-            codes, row_scales = encode_int8_rows(values[rows.slots >= 0])
-            pages[slots // 16, :, slots % 16] = codes
-            scales[slots // 16, :, slots % 16] = row_scales
-    for request in rows.request[live].unique().tolist():
-        mine = rows.request == request
-        update_index_keys(
-            index[mine, HI][None],
-            rows.positions[mine][None],
-            storage.ring,
-            torch.tensor([request], device=DEVICE),
-            storage.compressed_pages,
-            rows.block_tables[request][None],
-            NORMS.index_k,
-            ROTARY_DIM,
-            THETA,
-        )
-    return q, index_q
-
-
-def assert_same(actual: Tensor, expected: Tensor, ulps: float) -> None:
-    """Equal NaN, and numbers within some units of the dtype's last place."""
-    assert torch.equal(actual.isnan(), expected.isnan())
-    tolerance = ulps * torch.finfo(actual.dtype).eps
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def assert_stored(actual: Tensor, expected: Tensor, kv_format: str) -> None:
-    """K may differ by one code, where the order of a sum decided a rounding; and that is rare."""
-    if actual.dtype != torch.uint8:
-        return assert_same(actual, expected, 4)
-
-    def order(codes: Tensor) -> Tensor:
-        if kv_format == "int8":
-            return decode_kv(codes, "int8").int()
-        magnitude = (codes & 0x7F).int()
-        return torch.where(codes >= 0x80, -magnitude, magnitude)
-
-    difference = (order(actual) - order(expected)).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() <= 0.002
-    return None
-
-
-def assert_same_storage(actual: QSAStorage, expected: QSAStorage) -> None:
-    kv_format = actual.kv_format
-    assert_stored(actual.k_pages, expected.k_pages, kv_format)
-    assert torch.equal(actual.v_pages.nan_to_num(9.0), expected.v_pages.nan_to_num(9.0))
-    assert torch.equal(actual.ring.nan_to_num(9.0), expected.ring.nan_to_num(9.0))
-    assert_same(actual.compressed_pages, expected.compressed_pages, 4)
-    if actual.k_scale_pages is not None:
-        assert expected.k_scale_pages is not None and expected.v_scale_pages is not None
-        assert actual.v_scale_pages is not None
-        assert_same(actual.k_scale_pages, expected.k_scale_pages, 4)
-        assert torch.equal(actual.v_scale_pages.nan_to_num(9.0), expected.v_scale_pages.nan_to_num(9.0))
-
-
-def run(
-    step: Step, rows: StepRows, storage: QSAStorage, rows_per_program: int | None = None
-) -> tuple[Tensor, Tensor]:
-    return qsa_prepare_triton(
-        step.q_gate,
-        step.k,
-        step.v,
-        step.index,
-        NORMS,
-        ANGLES,
-        rows,
-        storage,
-        rows_per_program=rows_per_program,
-    )
-
-
-def play(
-    steps: list[list[tuple[int, int, int]]],
-    storage: QSAStorage,
-    dtype: torch.dtype = torch.float32,
-    rows_per_program: int | None = 8,
-    padding: int = 0,
-) -> None:
-    """Steps of ``(request, start, rows)`` by kernel and reference, each compared in full."""
-    expected = copy(storage)
-    ratio = 16 // storage.compressed_pages.shape[1]
-    for number, segments in enumerate(steps):
-        requests, starts, counts = (list(column) for column in zip(*segments, strict=True))
-        lengths = [0] * REQUESTS
-        for request, start, count in segments:
-            lengths[request] = start + count
-        rows = StepRows.of(starts, counts, block_tables(lengths), requests, sum(counts) + padding)
-        step = Step.random(len(rows.positions), dtype, number)
-        q, index_q = run(step, rows, storage, rows_per_program)
-        expected_q, expected_index_q = reference(step, rows, expected, ratio)
-        live = rows.positions >= 0
-        assert_same(q[live], expected_q[live], 4)
-        assert_same(index_q[live], expected_index_q[live], 4)
-        assert_same_storage(storage, expected)
+NORMS, ANGLES = norms_of(SMALL), angles_of(SMALL)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -266,11 +96,11 @@ def test_random_lives(data: st.DataObject) -> None:
 
 def test_only_padding_writes_nothing() -> None:
     storage = poisoned_storage("e4m3")
-    before = copy(storage)
+    before = copy_storage(storage)
     rows = StepRows.of([], [], block_tables([0] * REQUESTS), rows=5)
     step = Step.random(5, torch.float32, 0)
-    q = torch.full((5, HQ, DIM), 7.0, device=DEVICE)
-    index_q = torch.full((5, HI, INDEX_DIM), 7.0, device=DEVICE)
+    q = torch.full((5, SMALL.heads, SMALL.dim), 7.0, device=DEVICE)
+    index_q = torch.full((5, SMALL.index_heads, SMALL.index_dim), 7.0, device=DEVICE)
     qsa_prepare_triton(
         step.q_gate, step.k, step.v, step.index, NORMS, ANGLES, rows, storage, q=q, index_q=index_q
     )
@@ -291,7 +121,7 @@ def test_a_slot_of_minus_one_keeps_the_last_slot() -> None:
 def test_no_rows() -> None:
     rows = StepRows.of([], [], block_tables([0] * REQUESTS))
     q, index_q = run(Step.random(0, torch.float32, 0), rows, poisoned_storage())
-    assert q.shape == (0, HQ, DIM) and index_q.shape == (0, HI, INDEX_DIM)
+    assert q.shape == (0, SMALL.heads, SMALL.dim) and index_q.shape == (0, SMALL.index_heads, SMALL.index_dim)
 
 
 def test_the_split_of_a_prompt_does_not_change_a_bit() -> None:
@@ -331,13 +161,15 @@ def test_pages_beyond_two_gibibytes() -> None:
 
 def test_far_positions_turn_as_in_the_reference() -> None:
     """Near 2^18 the angles of an FP32 table are what the reference uses; those of a position beyond, NaN."""
-    table = rotary_table(2**18, ROTARY_DIM, THETA)
-    cos, sin = rotary_cos_sin(torch.tensor([2**18 - 1]), ROTARY_DIM, THETA)
-    assert torch.equal(table[-1], torch.cat((cos[0, : ROTARY_DIM // 2], sin[0, : ROTARY_DIM // 2])))
+    table = rotary_table(2**18, SMALL.rotary_dim, THETA)
+    cos, sin = rotary_cos_sin(torch.tensor([2**18 - 1]), SMALL.rotary_dim, THETA)
+    assert torch.equal(
+        table[-1], torch.cat((cos[0, : SMALL.rotary_dim // 2], sin[0, : SMALL.rotary_dim // 2]))
+    )
     step = Step.random(1, torch.float32, 0)
     rows = StepRows.of([len(ANGLES)], [1], torch.zeros(1, 17, dtype=torch.int64, device=DEVICE))
     q, _ = run(step, rows, poisoned_storage())
-    assert q[..., :ROTARY_DIM].isnan().all() and q[..., ROTARY_DIM:].isfinite().all()
+    assert q[..., : SMALL.rotary_dim].isnan().all() and q[..., SMALL.rotary_dim :].isfinite().all()
 
 
 def call(**changes: object) -> None:
@@ -356,15 +188,15 @@ def call(**changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q_gate": torch.zeros(5, HQ, DIM)}, "q_gate"),
-        ({"k": torch.zeros(5, HKV * DIM)}, "k must have 3 axes"),
-        ({"v": torch.zeros(4, HKV, DIM)}, "v"),
-        ({"v": torch.zeros(5, HKV, DIM, dtype=torch.float16)}, "v is torch.float16"),
-        ({"k": torch.zeros(5, DIM, HKV).mT}, "k must be contiguous within a row"),
-        ({"index": torch.zeros(5, INDEX_DIM)}, "index"),
-        ({"angles": torch.zeros(64, 2 * DIM)}, "rotary_dim must not exceed"),
+        ({"q_gate": torch.zeros(5, SMALL.heads, SMALL.dim)}, "q_gate"),
+        ({"k": torch.zeros(5, SMALL.kv_heads * SMALL.dim)}, "k must have 3 axes"),
+        ({"v": torch.zeros(4, SMALL.kv_heads, SMALL.dim)}, "v"),
+        ({"v": torch.zeros(5, SMALL.kv_heads, SMALL.dim, dtype=torch.float16)}, "v is torch.float16"),
+        ({"k": torch.zeros(5, SMALL.dim, SMALL.kv_heads).mT}, "k must be contiguous within a row"),
+        ({"index": torch.zeros(5, SMALL.index_dim)}, "index"),
+        ({"angles": torch.zeros(64, 2 * SMALL.dim)}, "rotary_dim must not exceed"),
         ({"angles": torch.zeros(64, 6)}, "powers of two"),
-        ({"norms": replace(NORMS, k=torch.zeros(DIM + 1))}, "norm weight k"),
+        ({"norms": replace(NORMS, k=torch.zeros(SMALL.dim + 1))}, "norm weight k"),
         ({"rows": StepRows.of([0], [4], block_tables([5, 0, 0]))}, "rows.positions"),
         ({"storage": poisoned_storage("e4m3", capacity=3)}, "ring"),
         ({"storage": replace(poisoned_storage("e4m3"), kv_format="fp16")}, "k_pages"),
@@ -373,7 +205,7 @@ def call(**changes: object) -> None:
         ({"storage": replace(poisoned_storage("e4m3"), v_scale=math.nan)}, "v_scale"),
         ({"storage": replace(poisoned_storage("fp16"), v_scale=2.0)}, "v_scale of format fp16"),
         ({"storage": replace(poisoned_storage("int8"), k_scale_pages=None)}, "k_scale_pages"),
-        ({"q": torch.zeros(5, HQ, 2 * DIM)[..., :DIM]}, "q must be contiguous"),
+        ({"q": torch.zeros(5, SMALL.heads, 2 * SMALL.dim)[..., : SMALL.dim]}, "q must be contiguous"),
     ],
 )
 def test_wrong_inputs_are_refused(changes: dict[str, object], message: str) -> None:
@@ -405,7 +237,7 @@ def test_compiles_without_spills(capability: int, kv_format: str, rows_per_progr
     signature = POINTERS | SCALARS | dict.fromkeys(("p_k_pages", "p_v_pages"), stored)
     constants: dict[str, object] = {
         **{"HQ": 24, "HKV": 2, "HI": 4, "D": 256, "DI": 128, "HALF": 32, "RATIO": 4, "RING": 8},
-        **{"FORMAT": kv_format, "NATIVE": capability >= 90, "BM": rows_per_program},
+        **{"FORMAT": kv_format, "NATIVE": capability >= 90, "BM": rows_per_program, "DEPENDENT": capability >= 90},
     }
     scales = ("p_k_scales", "p_v_scales")
     if kv_format == "int8":
