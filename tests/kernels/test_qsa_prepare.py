@@ -51,7 +51,7 @@ def test_int8_rows_leave_their_scales_in_the_same_slots() -> None:
 
 
 def test_int8_rows_of_zeros_infinities_and_nans() -> None:
-    """Zeros decode to zeros, an infinity is the largest number, and a NaN spoils its own row only."""
+    """Zeros decode to zeros, an infinity is stored as the largest number, a NaN spoils its own row only."""
     values = torch.ones(1, 4, 4)
     values[0, 0] = 0.0
     values[0, 1, 2] = -math.inf
@@ -61,7 +61,8 @@ def test_int8_rows_of_zeros_infinities_and_nans() -> None:
     write_kv_pages(values, pages, torch.tensor([5]), "int8", 1.0, scales)
     decoded = decode_kv(pages[0, :, 5], "int8") * scales[0, :, 5, None]
     assert (decoded[0] == 0).all() and scales[0, 0, 5] > 0
-    assert decoded[1].tolist() == [0, 0, pytest.approx(-torch.finfo(torch.float32).max), 0]
+    assert pages[0, 1, 5].view(torch.int8).tolist() == [0, 0, -127, 0]
+    assert scales[0, 1, 5] == torch.tensor(torch.finfo(torch.float32).max) / 127
     assert decoded[2].isnan().all()
     assert decoded[3].tolist() == pytest.approx([1.0] * 4)
 

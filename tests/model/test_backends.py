@@ -14,6 +14,7 @@ from page4.kernels.backend import resolve_backend
 from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, ScalePair
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
+from tests.kvcache.scenario import qsa_caches
 from tests.oracle.tiny import tiny_dict, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +30,10 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
     cache = model.new_cache(
         CacheConfig(kv_format=kv_format, scales=scales, max_requests=2, max_tokens=128, index_dtype=exact)
     )
+    for layer in qsa_caches(cache):
+        for scales in (layer.k_token_scales, layer.v_token_scales):
+            if scales is not None:
+                scales.fill_(torch.nan)  # of slots that nothing is written to
     text = torch.randint(1, model.config.vocab_size, (2, 25), generator=torch.Generator().manual_seed(0))
     for row in range(2):
         assert cache.open() == row
