@@ -17,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from page4.kernels.block_plan import PackedPlan, RowGroups, plan_capacity
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 
 MAX_TOPK = 512
 CHUNK_BLOCKS = 8192  # scores that one program keeps in registers
 _SEGMENT_WORDS = 256  # bitmap words (of 32 blocks) that one program lists
-_TILE_WORDS = 1024  # bitmap words that it counts at once
+_COUNTED_WORDS = 1024  # bitmap words before them that it counts at once
+_LISTED_BLOCKS = 512  # blocks that it lists at once
+_PLAN_WARPS = 4
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def _choose(b_key, count, topk, N: tl.constexpr, K_PAD: tl.constexpr):
 @triton.jit
 def select_kernel(
     p_scores, stride_scores, columns, p_positions, p_bits, words, p_keys, p_blocks, p_arrivals, topk,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, K_PAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program takes ``CHUNK`` blocks of one row.
 
@@ -79,6 +82,7 @@ def select_kernel(
     the program that arrives last takes the top-k of those: the row's top-k is among them, because a block
     that its own chunk ranks below k has k better blocks. No program waits for another.
     """
+    start_dependent(DEPENDENT)
     i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(p_positions + i_row).to(tl.int32)
     visible = (position + 1) // 4  # complete blocks
@@ -137,72 +141,92 @@ def _popcount(x):
 
 
 @triton.jit
-def _position(p_positions, start, m, rows):
-    return tl.load(p_positions + start + m, mask=m < rows, other=-1).to(tl.int32)
+def _bit_place(b_word, b_rank):
+    """Where the set bit number ``b_rank`` (from 0) of every uint32 is: 0..31."""
+    b_place = tl.zeros_like(b_rank)
+    for level in tl.static_range(5):
+        width = 16 >> level
+        b_low = _popcount((b_word >> b_place.to(tl.uint32)) & ((1 << width) - 1))
+        m_high = b_rank >= b_low
+        b_rank = tl.where(m_high, b_rank - b_low, b_rank)
+        b_place += tl.where(m_high, width, 0)
+    return b_place
 
 
 @triton.jit
-def _row_words(p_bits, words, row, position, o_word, end_word):
-    """Bitmap words of a row, as uint32; none from ``end_word`` on, and none that the row never wrote."""
-    m_word = (o_word < end_word) & (o_word < (position + 128) // 128)  # cdiv(position + 1, 32 * 4)
-    return tl.load(p_bits + row * words + o_word, mask=m_word, other=0).to(tl.uint32, bitcast=True)
+def _union_words(p_bits, words, p_positions, start, rows, o_word, m_word, ROWS: tl.constexpr):
+    """Bitmap words of the union of a group's rows, as uint32; without those that a row never wrote."""
+    b_union = tl.zeros_like(o_word).to(tl.uint32)
+    for m in tl.static_range(ROWS):
+        # The words need not wait for the positions: what a row never wrote is loaded and dropped.
+        b_word = tl.load(p_bits + (start + m) * words + o_word, mask=m_word & (m < rows), other=0)
+        position = tl.load(p_positions + start + m, mask=m < rows, other=-1).to(tl.int32)
+        b_word = tl.where(o_word < (position + 128) // 128, b_word, 0)  # cdiv(position + 1, 32 * 4)
+        b_union |= b_word.to(tl.uint32, bitcast=True)
+    return b_union
 
 
 @triton.jit
 def plan_kernel(
     p_bits, words, p_positions, p_group_start, p_group_rows, p_blocks, p_counts, p_masks, capacity,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, SEGMENT: tl.constexpr, LEVELS: tl.constexpr, COUNTED: tl.constexpr,
+    LISTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program lists ``SEGMENT * 32`` blocks of one group's union.
+    """One program lists the blocks of ``SEGMENT = 2 ** LEVELS`` words of one group's union, ``LISTED`` at a time.
 
-    Where its part of the list begins, it finds by counting the union's bits before it: a few KiB that are in
-    the L2 cache. The program of the last block writes the count.
+    Where its part of the list begins, it finds by counting the union's bits before it, ``COUNTED`` words at a
+    time: a few KiB that are in the L2 cache. Every thread then looks for the block of its entry, so that
+    entries are written side by side. The program of the last block writes the count.
     """
+    start_dependent(DEPENDENT)
     i_group, i_segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(p_group_start + i_group).to(tl.int64)
     rows = tl.load(p_group_rows + i_group)
-    reach = 0  # blocks of the group's longest row, its tail included
-    for m in tl.static_range(ROWS):
-        reach = tl.maximum(reach, (_position(p_positions, start, m, rows) + 4) // 4)
-    last_segment = tl.maximum(tl.cdiv(reach, SEGMENT * 32) - 1, 0)
-    if i_segment > last_segment:
-        return
-
     first_word = i_segment * SEGMENT
-    b_before = tl.zeros([TILE], dtype=tl.int32)
-    for tile in range(0, first_word, TILE):
-        o_before = tile + tl.arange(0, TILE)
-        b_union = tl.zeros([TILE], dtype=tl.uint32)
-        for m in tl.static_range(ROWS):
-            position = _position(p_positions, start, m, rows)
-            b_union |= _row_words(p_bits, words, start + m, position, o_before, first_word)
-        b_before += _popcount(b_union)
+    o_word = first_word + tl.arange(0, SEGMENT)
+    b_union = _union_words(p_bits, words, p_positions, start, rows, o_word, o_word < words, ROWS)  # [SEGMENT]
+
+    b_before = tl.zeros([COUNTED], dtype=tl.int32)
+    for tile in range(0, first_word, COUNTED):
+        o_before = tile + tl.arange(0, COUNTED)
+        b_before += _popcount(
+            _union_words(p_bits, words, p_positions, start, rows, o_before, o_before < first_word, ROWS)
+        )
     base = tl.sum(b_before, axis=0)
 
-    o_word = first_word + tl.arange(0, SEGMENT)
-    b_union = tl.zeros([SEGMENT], dtype=tl.uint32)
+    b_count = _popcount(b_union)
+    b_end = tl.cumsum(b_count, axis=0)  # [SEGMENT] entries of the segment up to each word
+    total = tl.sum(b_count, axis=0)
+    reach = 0  # blocks of the group's longest row, its tail included
     for m in tl.static_range(ROWS):
-        position = _position(p_positions, start, m, rows)
-        b_union |= _row_words(p_bits, words, start + m, position, o_word, words)
-    b_count = _popcount(b_union)  # [SEGMENT]
-    if i_segment == last_segment:
-        tl.store(p_counts + i_group, base + tl.sum(b_count, axis=0))
+        position = tl.load(p_positions + start + m, mask=m < rows, other=-1).to(tl.int32)
+        reach = tl.maximum(reach, (position + 4) // 4)
+    if i_segment == tl.maximum(tl.cdiv(reach, SEGMENT * 32) - 1, 0):
+        tl.store(p_counts + i_group, base + total)
 
-    # Every turn lists the lowest block that is left of each word; a word's blocks are adjacent in the list.
-    o_entry = i_group * capacity + base + tl.cumsum(b_count, axis=0) - b_count  # [SEGMENT] int64
-    for _ in range(tl.max(b_count, axis=0)):
-        o_bit = _popcount((b_union & (0 - b_union)) - 1).to(tl.uint32)  # [SEGMENT] zeros below the lowest bit
-        o_block = o_word * 32 + o_bit.to(tl.int32)
-        b_mask = tl.zeros([SEGMENT], dtype=tl.int32)
+    o_list = i_group * capacity + base
+    for first in range(0, total, LISTED):
+        o_entry = first + tl.arange(0, LISTED)  # [LISTED]
+        m_entry = o_entry < total
+        # The first word that ends after the entry, by bisection; the last word where there is no entry.
+        b_place = tl.zeros([LISTED], dtype=tl.int32)
+        for level in tl.static_range(LEVELS):
+            step = SEGMENT >> (level + 1)
+            b_reached = tl.gather(b_end, b_place + (step - 1), axis=0)
+            b_place += tl.where(b_reached <= o_entry, step, 0)
+        b_rank = o_entry - tl.gather(b_end - b_count, b_place, axis=0)
+        b_bit = _bit_place(tl.gather(b_union, b_place, axis=0), b_rank)
+        o_found = first_word + b_place
+        o_block = o_found * 32 + b_bit
+        b_mask = tl.zeros([LISTED], dtype=tl.int32)
         for m in tl.static_range(ROWS):
-            position = _position(p_positions, start, m, rows)
-            b_word = _row_words(p_bits, words, start + m, position, o_word, words)
+            b_word = tl.load(p_bits + (start + m) * words + o_found, mask=m_entry & (m < rows), other=0)
+            position = tl.load(p_positions + start + m, mask=m < rows, other=-1).to(tl.int32)
             tokens = tl.minimum(position + 1 - o_block * 4, 4)  # of the block, up to the row's own
-            b_mask |= tl.where(((b_word >> o_bit) & 1) != 0, ((1 << tokens) - 1) << (4 * m), 0)
-        tl.store(p_blocks + o_entry, o_block, mask=b_union != 0)
-        tl.store(p_masks + o_entry, b_mask, mask=b_union != 0)
-        o_entry += 1
-        b_union &= b_union - 1
+            m_read = (((b_word >> b_bit) & 1) != 0) & (tokens > 0)
+            b_mask |= tl.where(m_read, ((1 << tokens) - 1) << (4 * m), 0)
+        tl.store(p_blocks + o_list + o_entry, o_block, mask=m_entry)
+        tl.store(p_masks + o_list + o_entry, b_mask, mask=m_entry)
 
 
 @dataclass(frozen=True)
@@ -306,11 +330,13 @@ def select_plan_triton(
     _check_plan(groups, workspace, plan)
     if rows == 0 or len(groups.rows) == 0:
         return plan
+    dependent = launches_dependents(scores.device)
     words, (_, chunks, k_pad) = workspace.bits.shape[1], workspace.keys.shape
     select_kernel[(rows, chunks)](
         scores, scores.stride(0), scores.shape[1], positions, workspace.bits, words,
         workspace.keys, workspace.blocks, workspace.arrivals, workspace.topk,
-        CHUNK=workspace.chunk, CHUNKS=chunks, K_PAD=k_pad, num_warps=_warps(workspace.chunk),
+        CHUNK=workspace.chunk, CHUNKS=chunks, K_PAD=k_pad, DEPENDENT=dependent,
+        num_warps=_warps(workspace.chunk), launch_pdl=dependent,
     )  # fmt: skip
     return plan_selected_triton(positions, groups, workspace, plan)
 
@@ -324,13 +350,14 @@ def plan_selected_triton(
         InputError: a plan of other groups or with too little room.
     """
     _check_plan(groups, workspace, plan)
+    dependent = launches_dependents(positions.device)
     words = workspace.bits.shape[1]
     if len(groups.rows):
         plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](
             workspace.bits, words, positions, groups.start, groups.rows, plan.blocks, plan.counts, plan.masks,
             plan.blocks.shape[1],
-            ROWS=groups.rows_per_group, SEGMENT=_SEGMENT_WORDS, TILE=_TILE_WORDS,
-            num_warps=_SEGMENT_WORDS // 32,
+            ROWS=groups.rows_per_group, SEGMENT=_SEGMENT_WORDS, LEVELS=_SEGMENT_WORDS.bit_length() - 1, COUNTED=_COUNTED_WORDS, LISTED=_LISTED_BLOCKS,
+            DEPENDENT=dependent, num_warps=_PLAN_WARPS, launch_pdl=dependent,
         )  # fmt: skip
     return plan
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from page4.kernels.block_plan import BLOCK_TOKENS, RowGroups
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 
@@ -23,7 +24,7 @@ def index_scores_kernel(
     p_queries, stride_query_row, stride_query_head, p_pages, p_tables, stride_table, p_positions,
     p_group_request, p_group_start, p_group_rows, p_scores, stride_scores, splits, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEADS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
-    ROWS_PAD: tl.constexpr, BN: tl.constexpr,
+    ROWS_PAD: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program scores every ``splits``-th tile of ``BN`` keys of a group's request, for all its rows.
 
@@ -31,6 +32,7 @@ def index_scores_kernel(
     ``M = ROWS_PAD * HEADS_PAD`` columns (row of the group, head). Every score is a sum over D and then over
     heads, whatever the tile or the split.
     """
+    start_dependent(DEPENDENT)
     i_group, i_split = tl.program_id(0), tl.program_id(1)
     rows = tl.load(p_group_rows + i_group)
     if rows == 0:
@@ -107,11 +109,12 @@ def index_scores_triton(
     tile = 128 if narrow else 32
     tiles = triton.cdiv(scores.shape[1], tile)
     splits = max(1, min(tiles, triton.cdiv(_PROGRAMS, len(groups.rows))))
+    dependent = launches_dependents(index_q.device)
     index_scores_kernel[(len(groups.rows), splits)](
         index_q, index_q.stride(0), index_q.stride(1), compressed_pages, block_tables, block_tables.stride(0),
         positions, groups.request, groups.start, groups.rows, scores, scores.stride(0), splits, dim**-0.5,
         HEADS=heads, DIM=dim, HEADS_PAD=heads_pad, DIM_PAD=max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
-        ROWS_PAD=rows_pad, BN=tile, num_warps=4, num_stages=3,
+        ROWS_PAD=rows_pad, BN=tile, DEPENDENT=dependent, num_warps=4, num_stages=3, launch_pdl=dependent,
     )  # fmt: skip
     return scores
 

@@ -1,8 +1,9 @@
 """Grouped attention over a packed plan in Gluon, for tensor cores of compute capability 8.0 and newer.
 
-The contract of :mod:`page4.kernels.page4_attention_triton`. What is different is where bytes travel: K and V
-go from global memory straight into the registers that feed ``mma.m16n8k16``, never through shared memory, and
-are decoded there. That works because the instruction does not care in which order a sum runs:
+The contract of :mod:`page4.kernels.page4_attention_triton`. What is different is how bytes travel: K and V are
+copied as stored, asynchronously and several turns ahead, into a ring in shared memory. From there they go in
+wide loads straight into the registers that feed ``mma.m16n8k16`` and are decoded there, without a shuffle. That
+works because the instruction does not care in which order a sum runs:
 
 - ``S = Q K^T``. Each warp owns whole tokens. A lane holds up to 16 bytes of one token that lie together; Q is
   laid out in shared memory so that the same dimensions meet (``k_width`` of the operand layouts).
@@ -22,10 +23,12 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.codecs_triton import BITS_UNIT
+from page4.kernels.dependent_launch import launches_dependents
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials, check_splits, merge_partials
@@ -64,7 +67,7 @@ def decode_assembly(kv_format: str, native: bool) -> str | None:
 
 @gluon.jit
 def _decode(b_word, DECODE: gl.constexpr):
-    """FP16 numbers of int32 words ``[..., W]``: ``[..., 4 W]``; FP16 passes through."""
+    """FP16 numbers of int32 words ``[N, W]``: ``[N, 4 W]``; FP16 passes through."""
     if DECODE is None:
         return b_word
     else:
@@ -72,8 +75,8 @@ def _decode(b_word, DECODE: gl.constexpr):
             DECODE, "=h,=h,=h,=h,r", [b_word], dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
             is_pure=True, pack=1,
         )  # fmt: skip
-        b_value = gl.join(gl.join(b0, b2), gl.join(b1, b3))  # [..., W, upper, odd]
-        return gl.reshape(b_value, [b_word.shape[0], b_word.shape[1], 4 * b_word.shape[2]])
+        b_value = gl.join(gl.join(b0, b2), gl.join(b1, b3))  # [N, W, upper, odd]
+        return gl.reshape(b_value, [b_word.shape[0], 4 * b_word.shape[1]])
 
 
 @gluon.constexpr_function
@@ -95,18 +98,85 @@ def _query_layout(members: int, dim: int, k_width: int) -> gl.SharedLinearLayout
     return gl.SharedLinearLayout([list(basis) for basis in quad + lanes + steps + repeats])
 
 
+@gluon.constexpr_function
+def _ring_layout(row_bytes: int, unit_bytes: int, run_bytes: int, rows_apart: int) -> gl.SwizzledSharedLayout:
+    """Shared memory of a tile ``[tokens, units]`` from which lanes read runs of rows ``rows_apart`` tokens apart.
+
+    Their banks would be the same: exclusive or with the row's number moves the runs into different parts of
+    the 128 bytes that all banks hold.
+    """
+    phases = min(128, row_bytes) // run_bytes
+    return gl.SwizzledSharedLayout(
+        run_bytes // unit_bytes, max(rows_apart, 128 // row_bytes), max(1, phases), [1, 0]
+    )
+
+
+@gluon.constexpr_function
+def _value_layout(tokens: int, run: int, warps: int) -> gl.DistributedLinearLayout:
+    """Registers of a tile ``[tokens, 8 * warps * run units]`` of V.
+
+    Lanes of a quad hold a block of four tokens each, the eight quads adjacent runs of units.
+    """
+    registers = [(0, 2**bit) for bit in range(run.bit_length() - 1)] + [(1, 0), (2, 0)]
+    registers += [(2**bit, 0) for bit in range(4, tokens.bit_length() - 1)]
+    lanes = [(4, 0), (8, 0), (0, run), (0, 2 * run), (0, 4 * run)]
+    slices = [(0, 8 * run * 2**bit) for bit in range(warps.bit_length() - 1)]
+    shape = [tokens, 8 * warps * run]
+    return gl.DistributedLinearLayout(
+        *([list(b) for b in bases] for bases in (registers, lanes, slices, [])), shape
+    )
+
+
+@gluon.constexpr_function
+def _copy_layout(
+    tokens: int, units: int, wide: int, warps: int, by_block: bool
+) -> gl.DistributedLinearLayout:
+    """Which thread copies what of a tile ``[tokens, units]``, ``wide`` units (16 bytes) at a time.
+
+    Lanes take a token's units, then tokens; so do warps, then registers. With ``by_block`` the same for one
+    entry per token ``[tokens / 4, 4]``, which all lanes of the token hold.
+    """
+    chunks, levels = units // wide, (tokens.bit_length() - 1)
+    token_lanes, token_warps = 5 - (chunks.bit_length() - 1), warps.bit_length() - 1
+    order = [(2**bit // 4, 0) if by_block and bit > 1 else (0, 2**bit) if by_block else (2**bit, 0)
+             for bit in range(levels)]  # fmt: skip
+    lanes = [(0, 0 if by_block else wide * 2**bit) for bit in range(5 - token_lanes)] + order[:token_lanes]
+    in_warps = order[token_lanes : token_lanes + token_warps]
+    registers = [] if by_block else [(0, 2**bit) for bit in range(wide.bit_length() - 1)]
+    registers += order[token_lanes + token_warps :]
+    in_warps += [(0, 0)] * (token_warps - len(in_warps))
+    shape = [tokens // 4, 4] if by_block else [tokens, units]
+    return gl.DistributedLinearLayout(
+        *([list(basis) for basis in bases] for bases in (registers, lanes, in_warps, [])), shape
+    )
+
+
 @gluon.jit
-def _load_tile(p_pages, s_block, s_seen, turn, UNITS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A turn's blocks as stored, ``[blocks, 4 tokens, UNITS]``; 0 where no row sees the token."""
-    BLOCK: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-    UNIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
-    o_token = gl.arange(0, 4, layout=TOKEN)[None, :, None]
-    o_unit = gl.arange(0, UNITS, layout=UNIT)[None, None, :]
-    b_block = s_block.index(turn).load(BLOCK)[:, None, None]  # physical blocks
-    b_seen = s_seen.index(turn).load(BLOCK)[:, None, None]  # bit 4 m + t: row m sees token t
-    o_slot = b_block.to(gl.int64) * 4 + o_token
-    return gl.load(p_pages + (o_slot * UNITS + o_unit), mask=((b_seen >> o_token) & 0x11111111) != 0, other=0)
+def _per_token(s_list, COPY: gl.constexpr, ENTRIES: gl.constexpr):
+    """A list per block in shared memory as one entry per token, in the threads that copy the token."""
+    b_entry = s_list.load(gl.SliceLayout(1, ENTRIES))[:, None]
+    b_entry, _ = gl.broadcast(b_entry, gl.full([s_list.shape[0], 4], 0, gl.int32, ENTRIES))
+    return gl.convert_layout(
+        gl.reshape(b_entry, [4 * s_list.shape[0]]), gl.SliceLayout(1, COPY), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _fetch_tiles(p_k, p_v, s_k, s_v, s_block, s_seen, turn, WARPS: gl.constexpr):
+    """Start to copy a turn's K and V as stored, ``[tokens, units]`` each; 0 where no row sees the token."""
+    TOKENS: gl.constexpr = s_k.shape[0]
+    UNITS: gl.constexpr = s_k.shape[1]
+    WIDE: gl.constexpr = 128 // p_k.dtype.element_ty.primitive_bitwidth
+    COPY: gl.constexpr = _copy_layout(TOKENS, UNITS, WIDE, WARPS, False)
+    ENTRIES: gl.constexpr = _copy_layout(TOKENS, UNITS, WIDE, WARPS, True)
+    o_token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, COPY)) % 4
+    o_unit = gl.arange(0, UNITS, layout=gl.SliceLayout(0, COPY))
+    b_block = _per_token(s_block.index(turn), COPY, ENTRIES)  # physical blocks
+    b_seen = _per_token(s_seen.index(turn), COPY, ENTRIES)  # bit 4 m + t: row m sees token t
+    o_tile = ((b_block.to(gl.int64) * 4 + o_token) * UNITS)[:, None] + o_unit[None, :]
+    m_tile = (((b_seen >> o_token) & 0x11111111) != 0)[:, None]
+    async_copy.async_copy_global_to_shared(s_k, p_k + o_tile, mask=m_tile)
+    async_copy.async_copy_global_to_shared(s_v, p_v + o_tile, mask=m_tile)
 
 
 @gluon.jit
@@ -116,56 +186,71 @@ def page4_attention_gluon_kernel(
     p_counts, p_group_request, p_group_start, p_group_rows,
     p_gate, stride_gate_row, stride_gate_head, p_out, p_lse, score_factor, v_factor,
     DECODE: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
-    SPLITS: gl.constexpr, TURNS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, TURNS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """One program attends all rows of a group and all query heads of a KV head over its share of the tokens.
 
     Arguments as in the plain kernel; pages of byte formats are int32 words. A turn is ``BN`` tokens, and a
-    split has fewer than ``TURNS`` turns.
+    split lists at most ``TURNS`` turns, the ``STAGES - 1`` empty ones after its last included.
     """
     i_group, i_head, i_split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    rows = gl.load(p_group_rows + i_group)
-    if rows == 0:
-        return  # a padding group, whose count is not defined
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     GROUP: gl.constexpr = HQ // HKV
     BLOCKS: gl.constexpr = BN // 4
-    PACKED: gl.constexpr = 4 if DECODE is not None else 1  # values of a loaded unit
+    UNIT_BYTES: gl.constexpr = p_k.dtype.element_ty.primitive_bitwidth // 8
+    PACKED: gl.constexpr = 4 if DECODE is not None else 1  # values of a stored unit
+    UNITS: gl.constexpr = D // PACKED  # of a token
+    WIDE: gl.constexpr = 16 // UNIT_BYTES  # units of the widest load
     # Values of a lane that lie together: up to 16 bytes of K; what a warp's eight columns leave of V.
-    K_WIDTH: gl.constexpr = min(16 if PACKED == 4 else 8, D // 8)
+    K_WIDTH: gl.constexpr = min(WIDE * PACKED, D // 8)
     V_WIDTH: gl.constexpr = D // (8 * WARPS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     # Lanes of a quad hold parts of one token, the eight quads the tokens of two blocks.
-    K_LOAD: gl.constexpr = gl.BlockedLayout([1, 1, K_WIDTH // PACKED], [2, 4, 4], [WARPS, 1, 1], [2, 1, 0])
-    # Lanes of a quad hold a block each, the eight quads adjacent dimensions.
-    V_LOAD: gl.constexpr = gl.BlockedLayout([1, 4, V_WIDTH // PACKED], [4, 1, 8], [1, 1, WARPS], [0, 2, 1])
+    K_LOAD: gl.constexpr = gl.BlockedLayout([1, K_WIDTH // PACKED], [8, 4], [WARPS, 1], [1, 0])
+    V_LOAD: gl.constexpr = _value_layout(BN, V_WIDTH // PACKED, WARPS)
+    K_RING: gl.constexpr = _ring_layout(UNITS * UNIT_BYTES, UNIT_BYTES, 4 * K_WIDTH // PACKED * UNIT_BYTES, 1)
+    V_RING: gl.constexpr = _ring_layout(UNITS * UNIT_BYTES, UNIT_BYTES, 32, 4)
 
-    # The split's blocks, physical, and who sees them. Turns past the end see nothing.
+    # The split's blocks, physical, and who sees them. Turns past the end see nothing, nor does a padding
+    # group. Entries are loaded before their count is known: those beyond it lie in the list, and mean nothing.
+    rows = gl.load(p_group_rows + i_group)
     count = gl.load(p_counts + i_group)
-    turns = gl.cdiv(gl.maximum(gl.cdiv(count, BLOCKS) - i_split, 0), SPLITS)
+    request = gl.load(p_group_request + i_group)
+    first_row = gl.load(p_group_start + i_group)
     s_block = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], PLAIN)
     s_seen = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], PLAIN)
     LISTED: gl.constexpr = min(TURNS * BLOCKS, 128 * WARPS)
     s_block_list = s_block._reinterpret(gl.int32, [TURNS * BLOCKS // LISTED, LISTED], PLAIN)
     s_seen_list = s_seen._reinterpret(gl.int32, [TURNS * BLOCKS // LISTED, LISTED], PLAIN)
     o_listed = gl.arange(0, LISTED, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
-    p_table = p_tables + gl.load(p_group_request + i_group).to(gl.int64) * stride_table
     o_list = i_group.to(gl.int64) * capacity
-    for step in range(0, gl.cdiv((turns + 1) * BLOCKS, LISTED)):
+    for step in gl.static_range(TURNS * BLOCKS // LISTED):
         o_entry = step * LISTED + o_listed
         o_entry = (o_entry // BLOCKS * SPLITS + i_split) * BLOCKS + o_entry % BLOCKS
-        m_entry = o_entry < count
-        b_seen = gl.load(p_masks + o_list + o_entry, mask=m_entry, other=0)
-        b_block = gl.load(p_blocks + o_list + o_entry, mask=m_entry, other=0)
-        b_page = gl.load(p_table + b_block // 4, mask=b_seen != 0, other=0)
-        s_seen_list.index(step).store(b_seen)
-        s_block_list.index(step).store((b_page.to(gl.int32) * HKV + i_head) * 4 + b_block % 4)
+        b_mask = gl.load(p_masks + o_list + o_entry, mask=o_entry < capacity, other=0)
+        b_listed = gl.load(p_blocks + o_list + o_entry, mask=o_entry < capacity, other=0)
+        m_entry = (o_entry < count) & (b_mask != 0) & (rows > 0)
+        p_table = p_tables + request.to(gl.int64) * stride_table
+        b_page = gl.load(p_table + b_listed // 4, mask=m_entry, other=0)
+        s_seen_list.index(step).store(gl.where(m_entry, b_mask, 0))
+        s_block_list.index(step).store((b_page.to(gl.int32) * HKV + i_head) * 4 + b_listed % 4)
+    count = gl.where(rows > 0, count, 0)
+    turns = gl.cdiv(gl.maximum(gl.cdiv(count, BLOCKS) - i_split, 0), SPLITS)
+
+    s_k = gl.allocate_shared_memory(p_k.dtype.element_ty, [STAGES, BN, UNITS], K_RING)
+    s_v = gl.allocate_shared_memory(p_k.dtype.element_ty, [STAGES, BN, UNITS], V_RING)
+    for turn in gl.static_range(STAGES - 1):
+        _fetch_tiles(p_k, p_v, s_k.index(turn), s_v.index(turn), s_block, s_seen, turn, WARPS)
+        async_copy.commit_group()
 
     Q_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     o_member = gl.arange(0, BM, layout=gl.SliceLayout(1, Q_LOAD))
     o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_LOAD))
-    first_row = gl.load(p_group_start + i_group)
     o_q = (first_row + o_member // GROUP).to(gl.int64) * stride_q_row
     o_q += (i_head * GROUP + o_member % GROUP) * stride_q_head
     m_q = o_member // GROUP < gl.minimum(rows, ROWS)
@@ -185,17 +270,15 @@ def page4_attention_gluon_kernel(
     b_max = gl.full([BM], -float("inf"), gl.float32, layout=ROW)
     b_sum = gl.full([BM, BN], 0.0, gl.float32, layout=MMA)  # summed over columns once, at the end
     b_acc = gl.full([BM, D], 0.0, gl.float32, layout=MMA)
-    b_k = _load_tile(p_k, s_block, s_seen, 0, D // PACKED, K_LOAD)
     for turn in range(0, turns):
-        b_v = _load_tile(p_v, s_block, s_seen, turn, D // PACKED, V_LOAD)
-        b_kt = gl.permute(gl.reshape(_decode(b_k, DECODE), [BN, D]), [1, 0])
+        stage = turn % STAGES
+        async_copy.wait_group(STAGES - 2)
+        b_kt = gl.permute(_decode(s_k.index(stage).load(K_LOAD), DECODE), [1, 0])
         b_s = mma_v2(
             s_q.load(gl.DotOperandLayout(0, MMA, K_WIDTH)),
             gl.convert_layout(b_kt, gl.DotOperandLayout(1, MMA, K_WIDTH)),
             gl.full([BM, BN], 0.0, gl.float32, layout=MMA),
         )
-        # K of the next turn travels while this one's softmax is computed.
-        b_k = _load_tile(p_k, s_block, s_seen, turn + 1, D // PACKED, K_LOAD)
 
         b_seen = s_seen.index(turn).load(gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, SEEN))))
         b_seen = gl.reshape(b_seen[None, :, None, None] >> o_seen, [BN])
@@ -203,6 +286,11 @@ def page4_attention_gluon_kernel(
         m_s = m_member[:, None] & (((b_seen[None, :] >> o_bit[:, None]) & 1) != 0)  # [BM, BN]
         b_s = gl.where(m_s, b_s * score_factor, -float("inf"))
         b_new_max = gl.maximum(b_max, gl.max(b_s, axis=1))
+        # All warps have met to find the maximum, so the last turn's tiles are free.
+        ahead = turn + STAGES - 1
+        free = ahead % STAGES
+        _fetch_tiles(p_k, p_v, s_k.index(free), s_v.index(free), s_block, s_seen, ahead, WARPS)
+        async_copy.commit_group()
         # While a row has seen nothing its maximum is -inf; subtracting 0 gives weights of 0 and not NaN.
         b_shift = gl.where(b_new_max == -float("inf"), 0.0, b_new_max)
         b_p = gl.exp2(b_s - b_shift[:, None])
@@ -211,7 +299,8 @@ def page4_attention_gluon_kernel(
         b_sum = b_sum * b_alpha[:, None] + b_p
 
         # Column (tile of 8 per warp and repeat, column in it) of O is dimension (warp, column, repeat).
-        b_vt = gl.permute(gl.reshape(_decode(b_v, DECODE), [BN, WARPS, 8, V_WIDTH]), [0, 3, 1, 2])
+        b_v = _decode(s_v.index(stage).load(V_LOAD), DECODE)
+        b_vt = gl.permute(gl.reshape(b_v, [BN, WARPS, 8, V_WIDTH]), [0, 3, 1, 2])
         b_acc = mma_v2(
             gl.convert_layout(b_p.to(gl.float16), gl.DotOperandLayout(0, MMA, 4)),
             gl.convert_layout(gl.reshape(b_vt, [BN, D]), gl.DotOperandLayout(1, MMA, 4)),
@@ -264,11 +353,13 @@ class GluonConfig:
         splits: programs that share the tokens of one group and KV head, 1..64.
         tile_tokens: tokens of a turn, a power of two, at least 32 and 8 per warp.
         num_warps: a power of two; each warp owns ``D / num_warps >= 32`` dimensions of the output.
+        num_stages: turns in shared memory at once, 2..8: one that is computed, the others on their way.
     """
 
     splits: int
     tile_tokens: int
     num_warps: int
+    num_stages: int = 2
 
     def check(self, head_dim: int) -> None:
         """Refuse a configuration that no program can have.
@@ -286,6 +377,8 @@ class GluonConfig:
             raise InputError(
                 f"tile_tokens must be a power of two >= {max(32, 8 * warps)} for {warps} warps, got {tile}"
             )
+        if not 2 <= self.num_stages <= 8:
+            raise InputError(f"num_stages must lie in 2..8, got {self.num_stages}")
 
 
 def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> GluonConfig:
@@ -302,9 +395,9 @@ def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> Gluon
 
 
 def listed_turns(capacity: int, config: GluonConfig) -> int:
-    """Turns that a split has room for in shared memory: one more than it has at most, in whole loads."""
+    """Turns that a split has room for in shared memory: its most, those fetched past its end, whole loads."""
     blocks = config.tile_tokens // BLOCK_TOKENS
-    needed = triton.cdiv(triton.cdiv(capacity, blocks), config.splits) + 1
+    needed = triton.cdiv(triton.cdiv(capacity, blocks), config.splits) + config.num_stages - 1
     at_once = 128 * config.num_warps // blocks  # four blocks per thread
     return triton.next_power_of_2(needed) if needed <= at_once else triton.cdiv(needed, at_once) * at_once
 
@@ -355,6 +448,7 @@ def _launch(
     k_pages, v_pages = inputs.k_pages, inputs.v_pages
     if k_pages.dtype == torch.uint8:
         k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
+    dependent = launches_dependents(q.device)
     page4_attention_gluon_kernel[(inputs.groups, inputs.kv_heads, config.splits)](
         q, q.stride(0), q.stride(1), k_pages, v_pages,
         inputs.block_tables, inputs.block_tables.stride(0),
@@ -365,5 +459,6 @@ def _launch(
         DECODE=decode_assembly(inputs.kv_format, native), HQ=q.shape[1], HKV=inputs.kv_heads,
         D=inputs.head_dim, ROWS=inputs.rows_per_group, SPLITS=config.splits,
         TURNS=listed_turns(plan.blocks.shape[1], config), BM=padded_members(inputs), BN=config.tile_tokens,
-        WARPS=config.num_warps, num_warps=config.num_warps,
+        STAGES=config.num_stages, WARPS=config.num_warps, DEPENDENT=dependent,
+        num_warps=config.num_warps, launch_pdl=dependent,
     )  # fmt: skip

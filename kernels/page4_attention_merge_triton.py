@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_inputs import AttentionInputs
 
 MAX_SPLITS = 64
-_CHUNK_SPLITS = 8  # splits that a program of the merge holds in registers at once
+_TILE = 2048  # numbers that a program of the merge holds in registers
 
 
 LN2 = tl.constexpr(math.log(2.0))
@@ -94,50 +95,47 @@ def merge_kernel(
     p_part, p_part_lse, p_group_start, p_group_rows, p_gate, stride_gate_row, stride_gate_head, p_out, p_lse,
     v_factor, splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BS: tl.constexpr, CHUNK: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program merges one query head of one row.
+    """One program merges ``BD`` dimensions of one query head of one row.
 
     ``lse = max_s lse_s + log2 sum_s 2^(lse_s - max)``, ``out = v_factor * sum_s 2^(lse_s - lse) out_s``.
+    All loads begin at once: the parts of rows that a group does not have are read too, and not written.
     """
-    i_group, i_row, i_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if i_row >= tl.load(p_group_rows + i_group):
-        return
+    start_dependent(DEPENDENT)
+    i_group, i_member, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row, i_head = i_member // HQ, i_member % HQ
     GROUP: tl.constexpr = HQ // HKV
     # Where split 0 keeps this row and head, and how far the next split's is: units of one LSE.
     o_first = (i_group * splits).to(tl.int64) * HKV + i_head // GROUP
     o_first = o_first * (ROWS * GROUP) + i_row * GROUP + i_head % GROUP
-    SPLIT_STRIDE: tl.constexpr = HKV * ROWS * GROUP
-
     o_split = tl.arange(0, BS)
-    b_all = tl.load(
-        p_part_lse + o_first + o_split * SPLIT_STRIDE, mask=o_split < splits, other=-float("inf")
-    )  # [BS]
-    largest = tl.max(b_all, axis=0)
+    o_part = o_first + o_split * (HKV * ROWS * GROUP)  # [BS]
+    m_split = o_split < splits
+    o_dim = i_part * BD + tl.arange(0, BD)
+    b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=-float("inf"))
+    b_part = tl.load(p_part + o_part[:, None] * D + o_dim[None, :], mask=m_split[:, None], other=0.0)
+    row = (tl.load(p_group_start + i_group) + i_row).to(tl.int64)
+    m_row = i_row < tl.load(p_group_rows + i_group)
+
+    largest = tl.max(b_lse, axis=0)
     # Without any token all are -inf: subtracting 0 instead makes every weight 0 and not NaN.
     shift = tl.where(largest == -float("inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(b_all - shift), axis=0)
-    divisor = tl.where(total > 0.0, total, 1.0)
-    lse = tl.where(total > 0.0, shift + tl.log2(divisor), -float("inf"))
+    b_weight = tl.exp2(b_lse - shift)  # [BS]
+    total = tl.sum(b_weight, axis=0)
+    m_live = m_row & (total > 0.0)
+    divisor = tl.where(m_live, total, 1.0)
+    lse = tl.where(m_live, shift + tl.log2(divisor), -float("inf"))
+    # An empty split's part may hold anything.
+    b_part = tl.where((b_lse > -float("inf"))[:, None], b_part, 0.0)
+    b_out = tl.sum(b_part * b_weight[:, None], axis=0) * (v_factor / divisor)  # [BD]
 
-    o_dim = tl.arange(0, D)
-    b_out = tl.zeros([D], dtype=tl.float32)
-    for start in range(0, splits, CHUNK):
-        o_some = start + tl.arange(0, CHUNK)
-        o_part = o_first + o_some * SPLIT_STRIDE  # [CHUNK]
-        b_lse = tl.load(p_part_lse + o_part, mask=o_some < splits, other=-float("inf"))
-        # An empty split's part may hold anything.
-        m_live = (b_lse > -float("inf"))[:, None]
-        b_part = tl.load(p_part + o_part[:, None] * D + o_dim[None, :], mask=m_live, other=0.0)  # [CHUNK, D]
-        b_out += tl.sum(b_part * tl.exp2(b_lse - shift)[:, None], axis=0)  # [D]
-
-    row = (tl.load(p_group_start + i_group) + i_row).to(tl.int64)
-    o_gate = row * stride_gate_row + i_head * stride_gate_head + o_dim  # [D]
+    o_gate = row * stride_gate_row + i_head * stride_gate_head + o_dim  # [BD]
     # A row without tokens is 0, whatever its gate holds.
-    b_out = gated(b_out * (v_factor / divisor), p_gate, o_gate, tl.broadcast_to(total > 0.0, [D]))
+    b_out = gated(b_out, p_gate, o_gate, tl.broadcast_to(m_live, [BD]))
     o_out = row * HQ + i_head
-    tl.store(p_out + o_out * D + o_dim, b_out.to(p_out.dtype.element_ty))
-    tl.store(p_lse + o_out, lse * LN2)
+    tl.store(p_out + o_out * D + o_dim, b_out.to(p_out.dtype.element_ty), mask=tl.broadcast_to(m_row, [BD]))
+    tl.store(p_lse + o_out, lse * LN2, mask=m_row & (i_part == 0))
 
 
 def merge_partials(
@@ -149,12 +147,14 @@ def merge_partials(
     no group are not written.
     """
     plan = inputs.plan
-    heads = inputs.q.shape[1]
+    heads, head_dim = inputs.q.shape[1], inputs.head_dim
     splits = partials.lse.shape[1]
     slots = triton.next_power_of_2(splits)
-    merge_kernel[(inputs.groups, inputs.rows_per_group, heads)](
+    width = min(head_dim, max(32, _TILE // slots))
+    dependent = launches_dependents(inputs.q.device)
+    merge_kernel[(inputs.groups, inputs.rows_per_group * heads, head_dim // width)](
         partials.out, partials.lse, plan.group_start, plan.group_rows,
         inputs.gate, *inputs.gate_strides, out, lse, v_factor, splits,
-        HQ=heads, HKV=inputs.kv_heads, D=inputs.head_dim, ROWS=inputs.rows_per_group,
-        BS=slots, CHUNK=min(slots, _CHUNK_SPLITS), num_warps=2,
+        HQ=heads, HKV=inputs.kv_heads, D=head_dim, ROWS=inputs.rows_per_group, BS=slots, BD=width,
+        DEPENDENT=dependent, num_warps=max(1, min(4, slots * width // 512)), launch_pdl=dependent,
     )  # fmt: skip

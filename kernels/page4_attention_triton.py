@@ -15,6 +15,7 @@ from torch import Tensor
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.codecs_triton import BITS_UNIT, decode_words
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import (
@@ -141,7 +142,7 @@ def page4_attention_kernel(
     p_counts, p_group_request, p_group_start, p_group_rows,
     p_gate, stride_gate_row, stride_gate_head, p_out, p_lse, score_factor, v_factor,
     FORMAT: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program attends all rows of a group and all query heads of a KV head over its share of the tokens.
 
@@ -149,6 +150,7 @@ def page4_attention_kernel(
     With one split the output is finished here; otherwise ``p_out`` and ``p_lse`` are the split's partials.
     ``score_factor`` includes ``log2 e``: the softmax is one of powers of two.
     """
+    start_dependent(DEPENDENT)
     i_group, i_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HQ // HKV
     COMPUTE: tl.constexpr = tl.float32 if FORMAT == "fp32" else p_q.dtype.element_ty
@@ -268,6 +270,7 @@ def _launch(
     if k_pages.dtype == torch.uint8:
         k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
     score_factor = inputs.softmax_scale * inputs.k_scale * BITS_UNIT[inputs.kv_format] * math.log2(math.e)
+    dependent = launches_dependents(q.device)
     page4_attention_kernel[(inputs.groups, inputs.kv_heads, config.splits)](
         q, q.stride(0), q.stride(1),
         k_pages, v_pages, inputs.k_token_scales, inputs.v_token_scales,
@@ -278,5 +281,6 @@ def _launch(
         score_factor, v_factor,
         FORMAT=inputs.kv_format, HQ=q.shape[1], HKV=inputs.kv_heads, D=inputs.head_dim,
         ROWS=inputs.rows_per_group, SPLITS=config.splits, BM=padded_members(inputs), BN=config.tile_tokens,
+        DEPENDENT=dependent, launch_pdl=dependent,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from page4.kernels.codecs_triton import encode, has_native_fp8, int8_scale, magnitude_bits
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import rotary_cos_sin
 from page4.kernels.qsa_prepare import PAGE_TOKENS
@@ -189,9 +190,10 @@ def qsa_prepare_kernel(
     k_scale, v_scale, eps, rows,
     HQ: tl.constexpr, HKV: tl.constexpr, HI: tl.constexpr, D: tl.constexpr, DI: tl.constexpr,
     HALF: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    BM: tl.constexpr,
+    BM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program handles one head of BM rows: the index key, an index query, a query, a key or a value."""
+    start_dependent(DEPENDENT)
     i_role = tl.program_id(0)
     o_row = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
     m_row = o_row < rows
@@ -304,6 +306,7 @@ def qsa_prepare_triton(
     if rows_per_program is None:
         rows_per_program = 1 if num_rows <= 64 else 2
     grid = (1 + index_heads + heads + 2 * kv_heads, triton.cdiv(num_rows, rows_per_program))
+    dependent = launches_dependents(k.device)
     qsa_prepare_kernel[grid](
         q_gate,
         q_gate.stride(0),
@@ -349,6 +352,8 @@ def qsa_prepare_triton(
         FORMAT=storage.kv_format,
         NATIVE=has_native_fp8(k.device),
         BM=rows_per_program,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
         num_warps=max(1, rows_per_program // 2),
         enable_fp_fusion=False,  # a fused multiply-add would round the rotation differently
     )

@@ -236,13 +236,14 @@ PLAN_SIGNATURE = {
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_selection_compiles_without_spills(capability: int) -> None:
-    sizes = {"CHUNK": 8192, "CHUNKS": 8, "K_PAD": 512}
+    sizes = {"CHUNK": 8192, "CHUNKS": 8, "K_PAD": 512, "DEPENDENT": capability >= 90}
     compiled = compile_for(select_kernel, SELECT_SIGNATURE, sizes, capability, num_warps=8)
     assert compiled.stack_bytes == 0
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_plan_of_8_rows_compiles_without_spills(capability: int) -> None:
-    sizes = {"ROWS": 8, "SEGMENT": 256, "TILE": 1024}
+    sizes = {"ROWS": 8, "SEGMENT": 256, "LEVELS": 8, "COUNTED": 1024, "LISTED": 512}
+    sizes |= {"DEPENDENT": capability >= 90}
     compiled = compile_for(plan_kernel, PLAN_SIGNATURE, sizes, capability, num_warps=8)
     assert compiled.stack_bytes == 0

@@ -173,6 +173,7 @@ def test_scores_compile_without_spills(capability: int, dtype: str, tile: int, r
         "stride_scores": "i32", "splits": "i32", "scale": "fp32",
     }  # fmt: skip
     sizes = {"HEADS": 4, "DIM": 128, "HEADS_PAD": 4, "DIM_PAD": 128, "ROWS_PAD": rows, "BN": tile}
+    sizes |= {"DEPENDENT": capability >= 90}
     compiled = compile_for(index_scores_kernel, signature, sizes, capability, num_warps=4, num_stages=3)
     assert compiled.stack_bytes == 0
     if dtype == "fp16" and capability == 90:

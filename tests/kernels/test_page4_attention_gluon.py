@@ -44,7 +44,7 @@ def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capabil
         "DECODE": decode_assembly(inputs.kv_format, native), "HQ": inputs.q.shape[1], "HKV": inputs.kv_heads,
         "D": inputs.head_dim, "ROWS": inputs.rows_per_group, "SPLITS": config.splits,
         "TURNS": listed_turns(inputs.plan.blocks.shape[1], config), "BM": padded_members(inputs),
-        "BN": config.tile_tokens, "WARPS": config.num_warps,
+        "BN": config.tile_tokens, "STAGES": config.num_stages, "WARPS": config.num_warps, "DEPENDENT": False,
     }  # fmt: skip
     if inputs.gate is None:
         constants["p_gate"] = None

@@ -385,7 +385,7 @@ def test_compiles_for_four_rows_without_spills(capability: int, group: int, dim:
     signature = SIGNATURE | {"p_k": pages, "p_v": pages}
     constants: dict[str, Any] = {
         "FORMAT": kv_format, "HQ": group, "HKV": 1, "D": dim, "ROWS": 4, "SPLITS": 4,
-        "BM": padded_members(case.inputs), "BN": config.tile_tokens,
+        "BM": padded_members(case.inputs), "BN": config.tile_tokens, "DEPENDENT": capability >= 90,
     }  # fmt: skip
     if kv_format == "int8":
         signature |= dict.fromkeys(scales, "*fp32")
@@ -406,6 +406,6 @@ def test_the_merge_compiles(capability: int) -> None:
         "p_gate": "*fp16", "stride_gate_row": "i32:16", "stride_gate_head": "i32:16",
         "p_out": "*fp16", "p_lse": "*fp32", "v_factor": "fp32", "splits": "i32",
     }  # fmt: skip
-    constants = {"HQ": 24, "HKV": 2, "D": 256, "ROWS": 4, "BS": 32, "CHUNK": 8}
+    constants = {"HQ": 24, "HKV": 2, "D": 256, "ROWS": 4, "BS": 32, "BD": 64, "DEPENDENT": capability >= 90}
     compiled = compile_for(merge_kernel, signature, constants, capability, num_warps=2)
     assert compiled.stack_bytes == 0
