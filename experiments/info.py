@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import page4.model
 from page4.experiments.provenance import hardware, package_versions
+from page4.kernels.errors import InputError
 from page4.kvcache import FORMAT_NAMES, get_format
 
 CHECKPOINT = Path(page4.model.__file__).parent / "checkpoint"
@@ -23,6 +26,7 @@ def collect_info() -> dict[str, Any]:
         "stack": stack_name(versions["torch"], versions["triton"]),
         "hardware": hardware(),
         "checkpoint": checkpoint_state(CHECKPOINT),
+        "attention": attention_state(),
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
         "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
     }
@@ -41,6 +45,35 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
     return {"found": found, "bytes": sum(shard.stat().st_size for shard in shards)}
 
 
+def attention_state() -> dict[str, Any]:
+    """Which attention kernel `backend=triton` runs here for FP16 queries and e4m3, and who configures it.
+
+    `implementation` is None where none can run, and `why` says why. `file` is the shipped file of tuned
+    configurations, with `entries` of them; None where the kernel decides by rule.
+    """
+    state: dict[str, Any] = {"implementation": None, "why": "", "file": None, "entries": 0}
+    try:
+        from page4.kernels import page4_attention_dispatch as dispatch
+        from page4.kernels import tuning
+        from page4.kernels.tunable import get_tunable
+        from page4.kernels.tuning_file import read_tuning_file, tuning_path
+    except ImportError:
+        return state | {"why": "Triton is not installed"}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    capability = dispatch.device_capability(device)
+    try:
+        name, why = dispatch.choose_implementation("auto", capability, torch.float16, "e4m3")
+    except InputError as error:
+        return state | {"why": str(error)}
+    state |= {"implementation": name, "why": why}
+    kernel = f"page4_attention_{name}"
+    path = tuning_path(kernel, tuning.device_name(device), tuning.triton_version())
+    if (tuning.SHIPPED_FOLDER / path).is_file():
+        file = read_tuning_file(tuning.SHIPPED_FOLDER / path, get_tunable(kernel))
+        state |= {"file": path.as_posix(), "entries": len(file.entries)}
+    return state
+
+
 def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The record as (name, text) lines for people."""
     hardware, checkpoint = record["hardware"], record["checkpoint"]
@@ -54,6 +87,10 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("GPU", "none that PyTorch can use"))
     size = f"{checkpoint['bytes'] / 1e6:.1f} MB of weights"
     lines.append(("checkpoint", size if checkpoint["found"] else "not found in page4.model"))
+    attention = record["attention"]
+    lines.append(("attention kernel", f"{attention['implementation'] or 'none'}: {attention['why']}"))
+    tuned = f"{attention['entries']} tuned ones in {attention['file']}"
+    lines.append(("configurations", tuned if attention["file"] else "by rule, none tuned for this machine"))
     scales = record["kv_scale_bytes"]
     formats = (
         f"{name} ({size} B{f' + {scales[name]} B per token and head' if scales[name] else ''})"

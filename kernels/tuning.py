@@ -16,7 +16,7 @@ import torch
 import triton
 
 from page4.kernels.errors import InputError
-from page4.kernels.tunable import get_tunable
+from page4.kernels.tunable import TUNABLE, get_tunable
 from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
 
 Origin = Literal["exact", "bucket", "default"]
@@ -151,18 +151,20 @@ def use_configurations(source: Path | str) -> Iterator[Configurations]:
         _active = earlier
 
 
-def configuration_digests(source: Path | str) -> dict[str, str]:
-    """SHA-256 of every file of a source, by its path in the folder; what a study depends on.
+def configuration_digests(source: Path | str, device: torch.device) -> dict[str, str]:
+    """SHA-256 of every file of a source that a device uses, by its path in the folder.
 
     Raises:
         InputError: the folder does not exist.
     """
     folder = Configurations(source).folder
-    files = [] if folder is None else sorted(folder.rglob("*.json"))
+    if folder is None:
+        return {}
+    paths = (tuning_path(kernel, device_name(device), triton_version()) for kernel in TUNABLE)
     return {
-        file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-        if folder is not None
+        path.as_posix(): hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        for path in paths
+        if (folder / path).is_file()
     }
 
 

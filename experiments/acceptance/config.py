@@ -46,6 +46,8 @@ class AcceptanceConfig:
         texts: Names of the texts to use; empty means all.
         device: "auto" is CUDA when there is one.
         backend: Implementation of the sparse layers: PyTorch "reference" or "triton" kernels.
+        kernel_configs: Tuned configurations of the kernels: those "shipped" with the package, a folder that
+            `page4 autotune` wrote, or "defaults": none.
         seed: Decides anchors, nonces and resampling.
         arms: (name, target format, draft format, nonce id) each. The first is the baseline. An arm with the
             baseline's formats and another nonce is an A/A control: what it differs by is noise.
@@ -74,6 +76,7 @@ class AcceptanceConfig:
     texts: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["reference", "triton"] = "reference"
+    kernel_configs: Literal["shipped", "defaults"] | Path = "shipped"
     seed: int = 0
     arms: tuple[tuple[str, str, str, int], ...] = (
         ("fp16", "fp16", "fp16", 0),

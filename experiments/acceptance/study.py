@@ -22,6 +22,7 @@ from page4.experiments.acceptance.prompts import Prompts
 from page4.experiments.acceptance.report import write_report
 from page4.experiments.acceptance.scales import calibrated_scales
 from page4.experiments.info import CHECKPOINT
+from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.plots import format_tokens
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.prompt_windows import Encode
@@ -50,14 +51,17 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
     _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
-    with ResultFolder(out, config, inputs=_digests(folder, prompts)) as results:
+    with (
+        study_kernels(config.backend, config.kernel_configs, config.device) as kernels,
+        ResultFolder(out, config, inputs={**_digests(folder, prompts), **kernels.digests}) as results,
+    ):
         scales = calibrated_scales(config, model, prompts.beginnings(), results)
         measurer = Measurer(model, config, prompts, scales)
         stores = _Stores(results)
         _measure(plan_cells(config), measurer, stores, progress or Silent())
         rounds, generations, checks = stores.rounds.rows, stores.generations.rows, stores.checks.rows
         summary = write_report(results, config, rounds, generations, checks)
-        results.finish()
+        results.finish(**kernels.provenance())
     return summary
 
 

@@ -111,12 +111,12 @@ class Bench:
         self._kernel = cell.kernel
         (first,) = attention_copies(cell.step, device, seed)
         copies = cold_copies(unique_bytes(first))
-        self._inputs = attention_copies(cell.step, device, seed, copies) if copies > 1 else [first]
-        self._exact = exact_rows(self._inputs[0])
+        self.inputs = attention_copies(cell.step, device, seed, copies) if copies > 1 else [first]
+        self._exact = exact_rows(self.inputs[0])
 
     def difference(self, config: Any) -> str | None:
         """What is wrong with the results of a configuration, in words; None if they are right."""
-        inputs = self._inputs[0]
+        inputs = self.inputs[0]
         # Whatever is not written is NaN, and NaN is wrong.
         out = torch.full(inputs.q.shape, torch.nan, dtype=inputs.q.dtype, device=inputs.q.device)
         lse = out.new_full(inputs.q.shape[:2], torch.nan, dtype=torch.float32)
@@ -124,4 +124,4 @@ class Bench:
 
     def launches(self, config: Any) -> list[Callable[[], object]]:
         """One call for every copy of the inputs."""
-        return [functools.partial(attend, self._kernel, inputs, config) for inputs in self._inputs]
+        return [functools.partial(attend, self._kernel, inputs, config) for inputs in self.inputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Machine:
         multiprocessors: how many it has.
         time_us: microseconds of a call; the calls given do the same work on copies of the inputs.
         cold_copies: how many copies it takes that no cache holds the bytes of a call when it begins.
+        now: seconds, from any beginning.
     """
 
     device: torch.device
@@ -30,6 +32,7 @@ class Machine:
     multiprocessors: int
     time_us: Callable[[Sequence[Callable[[], object]]], float]
     cold_copies: Callable[[int], int]
+    now: Callable[[], float] = time.monotonic
 
 
 def this_gpu(replays: int) -> Machine:

@@ -24,11 +24,11 @@ def split_counts(programs: int, turns: int, multiprocessors: int) -> list[int]:
     """
     share = multiprocessors / max(1, programs)
     most = max(1, min(MAX_SPLITS, turns, math.ceil(_PER_MULTIPROCESSOR[1] * share)))
-    least = min(most, max(1, int(_PER_MULTIPROCESSOR[0] * share)))
-    useful = sorted({-(-turns // n) for n in range(1, turns + 1)} | {1, most})
+    useful = sorted({splits for n in range(1, turns + 1) if (splits := -(-turns // n)) <= most})
+    least = min(useful[-1], int(_PER_MULTIPROCESSOR[0] * share))
     counts: list[int] = []
     for splits in useful:
-        if least <= splits <= most and (not counts or splits > 1.1 * counts[-1]):
+        if splits >= least and (not counts or splits > 1.1 * counts[-1]):
             counts.append(splits)
     return counts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,8 +51,8 @@ def run(
     Raises:
         InputError: No GPU, nothing that can be tuned, or an unusable folder.
     """
-    started = time.monotonic()
     machine = machine or this_gpu(config.replays)
+    started = machine.now()
     progress = progress or Silent()
     cells = [Cell(kernel, step) for step in config.steps for kernel in config.kernel_names]
     cells = [cell for cell in cells if cell.possible]
@@ -94,13 +93,13 @@ def run(
 def _tune(
     cells: Sequence[Cell], config: AutotuneConfig, machine: Machine, deadline: float
 ) -> Iterator[tuple[Cell, Any, list[Trial]]]:
-    """Cells in order with their default configuration and trials, until the deadline (monotonic seconds)."""
+    """Cells in order with their default configuration and trials, until the machine's clock says deadline."""
     if not cells:
         return
     with CompilerPool(config.processes, machine.device) as pool:
         jobs: deque[Job] = deque()
         waiting = iter(cells)
-        while time.monotonic() < deadline:
+        while machine.now() < deadline:
             while len(jobs) <= _AHEAD and (cell := next(waiting, None)) is not None:
                 found = candidates(cell, machine.device, machine.multiprocessors, config.seed)
                 jobs.append(
@@ -109,7 +108,7 @@ def _tune(
             if not jobs:
                 return
             cell, found, futures = jobs.popleft()
-            patience = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            patience = None if deadline == float("inf") else max(0.0, deadline - machine.now())
             if wait_for(futures.values(), timeout=patience).not_done:
                 return
             compiled = {c: future.result() for c, future in futures.items()}

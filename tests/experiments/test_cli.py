@@ -17,7 +17,7 @@ from page4.experiments.cli_study import result_folder
 from page4.experiments.progress import Reporter
 from page4.kernels.errors import InputError
 
-COMMANDS = ("acceptance", "train", "corpus", "info")
+COMMANDS = ("acceptance", "train", "corpus", "autotune", "info")
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +148,12 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
     assert record["kv_formats"]["fp16"] == 2
     assert record["kv_formats"]["e4m3"] == 1
     assert (record["kv_formats"]["int8"], record["kv_scale_bytes"]["int8"]) == (1, 4)
-    assert set(record) == {"versions", "stack", "hardware", "checkpoint", "kv_formats", "kv_scale_bytes"}
+    assert set(record) == {
+        "versions",
+        "stack",
+        "hardware",
+        "checkpoint",
+        "attention",
+        "kv_formats",
+        "kv_scale_bytes",
+    }

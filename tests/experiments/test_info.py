@@ -5,8 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import triton
 
-from page4.experiments.info import STACKS, checkpoint_state, stack_name
+from page4.experiments.info import (
+    STACKS,
+    attention_state,
+    checkpoint_state,
+    collect_info,
+    describe,
+    stack_name,
+)
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints"
 
@@ -29,3 +38,22 @@ def test_a_checkpoint_needs_weights_and_a_configuration(tmp_path: Path) -> None:
     assert checkpoint_state(tmp_path) == {"found": False, "bytes": 3}
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert checkpoint_state(tmp_path) == {"found": True, "bytes": 3}
+
+
+def test_the_attention_kernel_of_this_machine_is_named_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = attention_state()
+    if torch.cuda.is_available():
+        old = torch.cuda.get_device_capability() < (8, 0)
+        assert state["implementation"] == ("triton" if old else "gluon")
+    else:
+        assert (state["implementation"], state["why"]) == ("triton", "gluon cannot run: it needs a GPU")
+        assert (state["file"], state["entries"]) == (None, 0)
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+        state = attention_state()
+        assert state["implementation"] is None
+        assert "needs a GPU" in state["why"]
+    lines = dict(describe(collect_info() | {"attention": state}))
+    assert lines["attention kernel"] == f"{state['implementation'] or 'none'}: {state['why']}"
+    assert ("by rule" in lines["configurations"]) == (state["file"] is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 from collections import Counter
@@ -12,12 +13,16 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from page4.experiments.acceptance import measure, run
 from page4.experiments.acceptance.scales import DYNAMIC
 from page4.experiments.acceptance.study import load_encoder
 from page4.kernels.errors import InputError
+from page4.kernels.tunable import TUNABLE
+from page4.kernels.tuning import active, device_name, triton_version
+from page4.kernels.tuning_file import TuningFile, tuning_path
 from page4.spec_decode import Generation
 from tests.experiments.acceptance.tiny_study import tiny_config, write_checkpoint, write_texts
 
@@ -38,6 +43,7 @@ FILES = {
 }
 
 
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES = ("e4m3", "e5m2", "e3m4", "int8")
 
 SPEEDS = ("prefill", "decode", "step", "generation_decode", "generation_step")
@@ -381,3 +387,57 @@ def test_damaged_scales_are_refused(checkpoint: Path, texts: Path, tmp_path: Pat
 
 def test_encoder_gives_the_tokenizers_ids(checkpoint: Path) -> None:
     assert load_encoder(checkpoint)("\n a") == [1, 2, 67]
+
+
+def test_a_study_on_kernels_records_their_configurations_and_their_files(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    kernel = TUNABLE["page4_attention_triton"]
+    path = tuning_path(kernel.name, device_name(HERE), triton_version())
+    file = tmp_path / "configs" / path
+    file.parent.mkdir(parents=True)
+    file.write_text(TuningFile(kernel, device_name(HERE), triton_version(), {}).text(), encoding="utf-8")
+    config = tiny_config(
+        checkpoint,
+        texts,
+        device=HERE.type,
+        backend="triton",
+        kernel_configs=tmp_path / "configs",
+        arms=(("fp16", "fp16", "fp16", 0),),  # another format would be calibrated, which takes longer
+        lengths=(24,),
+        num_prompts=1,
+        generation_tokens=1,
+        num_draft_tokens=1,
+        rounds_per_prompt=1,
+        generation_prompts=0,
+        check_prompts=0,
+    )
+    out = tmp_path / "out"
+    run(config, out)
+    provenance = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+    record = provenance["runs"][-1]["kernel_configs"]
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert record["source"] == "configs"
+    assert provenance["inputs"][f"kernel_configs/{path.as_posix()}"] == sha256
+    assert {use["key"]["kv_format"] for use in record["used"]} == {"fp16"}
+    assert {use["origin"] for use in record["used"]} == {"default"}
+    assert active().source == "shipped"
+    # The folder belongs to these configurations.
+    file.write_text(file.read_text() + " ", encoding="utf-8")
+    with pytest.raises(InputError, match="it differs in kernel_configs/"):
+        run(config, out)
+
+
+def test_a_study_on_the_reference_has_no_kernel_configurations(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    provenance = json.loads((finished[0] / "provenance.json").read_text(encoding="utf-8"))
+    assert "kernel_configs" not in provenance["runs"][-1]
+    assert not [name for name in provenance["inputs"] if name.startswith("kernel_configs")]
+
+
+def test_a_missing_folder_of_configurations_is_refused(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
+    config = tiny_config(checkpoint, texts, backend="triton", kernel_configs=tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"the folder of kernel configurations .*nowhere does not exist"):
+        run(config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,81 @@
+"""What is tried: every useful number of splits and every tile that has room, nothing impossible."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from page4.experiments.autotune.attention import candidates
+from page4.experiments.autotune.space import (
+    gluon_candidates,
+    longest_turns,
+    plain_candidates,
+    split_counts,
+    tile_registers,
+)
+from page4.experiments.kernel_cases import attention_copies
+from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
+from tests.experiments.autotune.cpu_machine import CPU, small_cell, small_step
+
+
+@pytest.mark.parametrize(
+    ("programs", "turns", "expected"),
+    [
+        (1, 33, [33]),  # a whole GPU for one list: a program a tile
+        (128, 42, [1, 2, 3, 4, 5, 6, 7, 9]),
+        (8, 42, [4, 5, 6, 7, 9, 11, 14, 21, 42]),
+        (4096, 500, [1]),
+        (1, 1, [1]),
+    ],
+)
+def test_splits_fill_the_multiprocessors(programs: int, turns: int, expected: list[int]) -> None:
+    assert split_counts(programs, turns, multiprocessors=132) == expected
+
+
+@hypothesis.given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 150))
+def test_splits_are_possible_and_none_does_the_work_of_a_smaller_number(
+    programs: int, turns: int, multiprocessors: int
+) -> None:
+    counts = split_counts(programs, turns, multiprocessors)
+    assert counts == sorted(set(counts))
+    assert counts and counts[0] >= 1 and counts[-1] <= min(MAX_SPLITS, turns)
+    assert programs * counts[-1] <= max(programs, 8 * multiprocessors + programs)
+    longest = [-(-turns // splits) for splits in counts]
+    assert len(set(longest)) == len(longest)
+
+
+def test_turns_are_those_of_the_longest_list() -> None:
+    inputs = attention_copies(small_step(), CPU)[0]
+    longest = int(inputs.plan.counts.max())
+    assert longest > 8  # 6 selected blocks a row, half of them shared, and the tail
+    assert longest_turns(inputs, 16) == -(-longest // 4)
+    assert longest_turns(inputs, 1024) == 1
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("kv_format", ["e4m3", "fp16"])
+def test_candidates_are_possible_and_have_room_in_registers(head_dim: int, kv_format: str) -> None:
+    step = small_step(head_dim=head_dim, kv_format=kv_format, rows=8, query_heads=12)
+    inputs = attention_copies(step, CPU)[0]
+    gluon, plain = gluon_candidates(inputs, 132), plain_candidates(inputs, 132)
+    assert plain and (gluon or head_dim == 32)
+    for config in gluon:
+        config.check(head_dim)
+    for config in (*gluon, *plain):
+        assert tile_registers(inputs, config.tile_tokens, config.num_warps) <= 255
+    assert len(set(gluon)) == len(gluon) and len(set(plain)) == len(plain)
+
+
+def test_bytes_take_half_the_registers_of_halves() -> None:
+    members, dim, tile, threads = 16, 256, 64, 128
+    for kv_format, words in (("e4m3", 64), ("fp16", 128)):
+        inputs = attention_copies(small_step(head_dim=256, rows=1, kv_format=kv_format), CPU)[0]
+        expected = (members * dim + members * tile + 2 * tile * words) // threads
+        assert tile_registers(inputs, tile, threads // 32) == expected
+
+
+def test_the_default_is_among_what_is_compiled_and_comes_first() -> None:
+    found = candidates(small_cell(), CPU, multiprocessors=4, seed=0)
+    assert found.configs[0] == found.default
+    assert len(set(found.configs)) == len(found.configs) > 10
