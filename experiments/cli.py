@@ -12,6 +12,7 @@ import yaml
 
 from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_autotune import autotune
+from page4.experiments.cli_bench import bench
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_info import info
 from page4.experiments.cli_train import train
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("acceptance")(acceptance)
 app.command("train")(train)
 app.command("corpus")(corpus)
+app.command("bench")(bench)
 app.command("autotune")(autotune)
 app.command("info")(info)
 

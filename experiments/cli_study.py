@@ -24,8 +24,11 @@ def run_study(
     config: ConfigT,
     out: Path,
     as_json: bool,
-) -> None:
-    """Run a study with its progress on standard error, then print its table and where its figures are."""
+) -> dict[str, Any]:
+    """Run a study with its progress on standard error, print its table and where its figures are.
+
+    Returns the study's summary.
+    """
     with progress_on(sys.stderr, name) as progress:
         summary = run(config, out, progress)
     table = out / "table.md"
@@ -35,6 +38,7 @@ def run_study(
         print(f"figure: {figure}")
     if as_json:
         print(json.dumps(summary))
+    return summary
 
 
 def _print_markdown(text: str) -> None:

@@ -157,7 +157,7 @@ def attention_copies(
     pool = copies * shape.requests * shape.pages
     page = (pool, shape.kv_heads, PAGE_TOKENS)
     k_pages, v_pages = (_storage(shape, (*page, shape.head_dim), generator) for _ in range(2))
-    scale = _static_scale(shape.kv_format)
+    scale = static_scale(shape.kv_format)
     token_scales: list[Tensor | None] = [None, None]
     if shape.kv_format == "int8":
         token_scales = [_uniform(page, generator) * (_LARGEST / INT8_MAX) + 1e-3 for _ in range(2)]
@@ -255,7 +255,7 @@ def prepare_copies(
         token_scales = [torch.ones(page, device=device) for _ in range(2)]
     compressed = torch.zeros(pool, PAGE_TOKENS // BLOCK_TOKENS, index_dim, dtype=dtype, device=device)
     ring_rows = BLOCK_TOKENS * -(-(BLOCK_TOKENS + DRAFT_TOKENS) // BLOCK_TOKENS)
-    scale = _static_scale(shape.kv_format)
+    scale = static_scale(shape.kv_format)
     start = shape.context - shape.rows
     made = []
     for block_tables in tables.unbind():
@@ -419,7 +419,8 @@ def _block_tables(shape: StepShape, copies: int, generator: torch.Generator) -> 
     return pages.view(copies, shape.requests, shape.pages)
 
 
-def _static_scale(kv_format: str) -> float:
+def static_scale(kv_format: str) -> float:
+    """The scale of K and V of a case: the format's largest value stands for 6 standard deviations."""
     return _LARGEST / BYTE_FLOATS[kv_format].max_value if kv_format in BYTE_FLOATS else 1.0
 
 
@@ -431,7 +432,7 @@ def _storage(shape: StepShape, size: tuple[int, ...], generator: torch.Generator
         codes = (values * (INT8_MAX / _LARGEST)).round().clamp(-INT8_MAX, INT8_MAX)
         _fill(pages, codes.to(torch.int8).view(torch.uint8))
     else:
-        _fill(pages, encode_kv(values, shape.kv_format, _static_scale(shape.kv_format)))
+        _fill(pages, encode_kv(values, shape.kv_format, static_scale(shape.kv_format)))
     return pages
 
 

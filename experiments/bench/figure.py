@@ -1,0 +1,79 @@
+"""The roofline of a bench: time against bytes, with the measured ceilings of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from page4.experiments.plots import COLOURS, MARKERS
+from page4.experiments.samples import Row
+
+_COLUMNS = 3
+
+
+def plot_roofline(rows: Sequence[Row], title: str) -> Figure:
+    """Median time of a launch (us) against the bytes that it cannot avoid (MB), a panel per kernel.
+
+    Both axes are logarithmic; bars reach from the 10th to the 90th percentile. The solid line is
+    what those bytes take at the measured copy bandwidth, the dashed one a kernel that does nothing. `rows`
+    are rows of `bench.csv`; those without a time are left out, and there must be one with.
+    """
+    timed = [row for row in rows if row["median_us"] is not None]
+    kernels = list(dict.fromkeys(row["kernel"] for row in timed))
+    columns = min(_COLUMNS, len(kernels))
+    lines = -(-len(kernels) // columns)
+    figure = Figure(figsize=(3.9 * columns, 3.5 * lines + 0.6), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    styles: dict[str, int] = {}
+    for axes, kernel in zip(panels, kernels, strict=False):
+        _panel(axes, kernel, [row for row in timed if row["kernel"] == kernel], styles)
+    for axes in panels[len(kernels) :]:
+        axes.remove()
+    handles = {
+        label: handle
+        for axes in panels[: len(kernels)]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False, fontsize=8
+    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _panel(axes: Axes, kernel: str, rows: Sequence[Row], styles: dict[str, int]) -> None:
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        name = f"{row['implementation']} {row['kv_format']}".strip()
+        series.setdefault(name, []).append(row)
+    for name, members in series.items():
+        index = styles.setdefault(name, len(styles))
+        axes.errorbar(
+            [row["floor_bytes"] / 1e6 for row in members],
+            [row["median_us"] for row in members],
+            yerr=[
+                [max(0.0, row["median_us"] - row["p10_us"]) for row in members],
+                [max(0.0, row["p90_us"] - row["median_us"]) for row in members],
+            ],
+            linestyle="none", marker=MARKERS[index % len(MARKERS)], markersize=4,
+            color=COLOURS[index % len(COLOURS)], linewidth=1, label=name,
+        )  # fmt: skip
+    bandwidth = max(row["copy_bandwidth"] for row in rows)
+    launch = min(row["launch_us"] for row in rows)
+    x = np.array(sorted(row["floor_bytes"] for row in rows), dtype=float)
+    ends = np.geomspace(x[0] / 1.5, x[-1] * 1.5, 50)
+    label = f"copy bandwidth, measured: {bandwidth / 1e12:.2f} TB/s"
+    if bandwidth < 1e12:
+        label = f"copy bandwidth, measured: {bandwidth / 1e9:.1f} GB/s"
+    axes.plot(ends / 1e6, 1e6 * ends / bandwidth, color="black", linewidth=1.2, label=label)
+    axes.axhline(launch, color="0.4", linestyle="--", linewidth=1, label=f"empty kernel: {launch:.1f} us")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_title(kernel, fontsize=10)
+    axes.set_xlabel("bytes that cannot be avoided (MB)")
+    axes.set_ylabel("median time of a launch (us)")
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
