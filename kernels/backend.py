@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
+
 from page4.kernels.errors import InputError
 
 Backend = Literal["reference", "triton"]
@@ -16,8 +18,12 @@ def resolve_backend(name: str, device_type: str) -> Backend:
     ``triton`` runs on CUDA tensors, and on CPU tensors when ``TRITON_INTERPRET=1`` was set before Triton was
     imported (slow: for tests).
 
+    On a GPU without tensor cores that Triton uses (before compute capability 8.0), a product whose result is
+    known is computed first.
+
     Raises:
-        InputError: no such backend, Triton is not installed, or it cannot run on the device.
+        InputError: no such backend, Triton is not installed, it cannot run on the device, or it multiplies
+            wrongly there.
     """
     for backend in BACKENDS:
         if name == backend:
@@ -31,4 +37,12 @@ def resolve_backend(name: str, device_type: str) -> Backend:
             raise InputError("backend 'triton' needs Triton, which is not installed") from error
         if device_type != "cuda" and not triton.knobs.runtime.interpret:
             raise InputError(f"backend 'triton' needs a GPU, the device is {device_type}: use 'reference'")
+        if (
+            device_type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_capability() < (8, 0)
+        ):
+            from page4.kernels.product_check_triton import check_products
+
+            check_products(torch.device("cuda", torch.cuda.current_device()))
     return backend

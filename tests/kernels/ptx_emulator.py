@@ -1,7 +1,8 @@
 """Runs the PTX of a kernel on the CPU: so Gluon kernels, which have no interpreter, are tested without a GPU.
 
 All threads of a block advance together over numpy arrays, those with the lowest program counter first. So
-branches that diverge meet again, and barriers have nothing to do: races are not found. Access outside of the
+branches that diverge meet again, and barriers have nothing to do: races are not found. Asynchronous copies
+arrive as late as they may, when they are waited for: a wait that is missing is found. Access outside of the
 given tensors are errors. It knows the instructions that our kernels use and refuses any other.
 
 Semantics follow NVIDIA's PTX ISA. Sums of matrix products are rounded once, where a GPU rounds in an order of
@@ -153,6 +154,7 @@ class Block:
         self.program, self.memory, self.index, self.threads = program, memory, index, threads
         self.shared = np.full(shared_bytes, 0xFF, np.uint8)  # NaN, unless it is written first
         self.registers: dict[str, Array] = {}
+        self.copies: list[list[tuple[Array, Array]]] = [[]]  # groups of (places, bytes); the last one is open
         self.arguments = {
             name: np.full(threads, value, dtype=_TYPES[kind])
             for (kind, name), value in zip(program.parameters, arguments, strict=True)
@@ -199,7 +201,7 @@ class Block:
         if operand.startswith("0f"):
             return np.full(self.threads, int(operand[2:], 16), np.uint32)
         if re.match(r"-?\d", operand):
-            return np.full(self.threads, int(operand, 0) % 2 ** (8 * size), _UNSIGNED[size])
+            return np.full(self.threads, int(operand.rstrip("U"), 0) % 2 ** (8 * size), _UNSIGNED[size])
         if operand not in self.registers:
             own = self._size(operand)
             self.registers[operand] = np.zeros(self.threads, _UNSIGNED[own] if own else bool)
@@ -287,6 +289,25 @@ class Block:
             self.memory.store(addresses, data)
         else:
             self.shared[self._places(addresses, data.shape[1])] = data
+
+    def _cp(self, instruction: Instruction, here: Array) -> None:
+        """Asynchronous copies from global to shared memory; all threads are taken to have the same groups."""
+        assert instruction.modifiers[0] == "async"
+        if instruction.modifiers[1] == "commit_group":
+            self.copies.append([])
+        elif instruction.modifiers[1] == "wait_group":
+            finished = len(self.copies) - 1 - int(instruction.operands[0], 0)
+            for places, data in (copy for group in self.copies[: max(0, finished)] for copy in group):
+                self.shared[places] = data
+            del self.copies[: max(0, finished)]
+        else:
+            to, source, size, *read = instruction.operands
+            bytes_read = self._read(read[0], "u32")[here] if read else np.full(here.sum(), int(size, 0))
+            data = np.zeros((here.sum(), int(size, 0)), np.uint8)  # what is not read is 0
+            full = bytes_read == data.shape[1]
+            assert (full | (bytes_read == 0)).all(), "a copy reads everything or nothing"
+            data[full] = self.memory.load(self._address(source)[here][full], data.shape[1])
+            self.copies[-1].append((self._places(self._address(to)[here], data.shape[1]), data))
 
     # Arithmetic.
 

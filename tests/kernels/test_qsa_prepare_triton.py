@@ -201,8 +201,6 @@ def call(**changes: object) -> None:
         ({"storage": poisoned_storage("e4m3", capacity=3)}, "ring"),
         ({"storage": replace(poisoned_storage("e4m3"), kv_format="fp16")}, "k_pages"),
         ({"storage": replace(poisoned_storage("e4m3"), kv_format="fp7")}, "unknown KV format"),
-        ({"storage": replace(poisoned_storage("e4m3"), k_scale=0.0)}, "k_scale"),
-        ({"storage": replace(poisoned_storage("e4m3"), v_scale=math.nan)}, "v_scale"),
         ({"storage": replace(poisoned_storage("fp16"), v_scale=2.0)}, "v_scale of format fp16"),
         ({"storage": replace(poisoned_storage("int8"), k_scale_pages=None)}, "k_scale_pages"),
         ({"q": torch.zeros(5, SMALL.heads, 2 * SMALL.dim)[..., : SMALL.dim]}, "q must be contiguous"),
@@ -211,6 +209,15 @@ def call(**changes: object) -> None:
 def test_wrong_inputs_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_that_turned_bad_is_refused_at_the_launch(name: str, value: float) -> None:
+    storage = poisoned_storage("e4m3")
+    with pytest.raises(InputError, match=name):
+        call(storage=replace(storage, **{name: value}))
+    assert (storage.k_pages == 0xFF).all() and (storage.v_pages == 0xFF).all()
 
 
 POINTERS = {
@@ -237,7 +244,12 @@ def test_compiles_without_spills(capability: int, kv_format: str, rows_per_progr
     signature = POINTERS | SCALARS | dict.fromkeys(("p_k_pages", "p_v_pages"), stored)
     constants: dict[str, object] = {
         **{"HQ": 24, "HKV": 2, "HI": 4, "D": 256, "DI": 128, "HALF": 32, "RATIO": 4, "RING": 8},
-        **{"FORMAT": kv_format, "NATIVE": capability >= 90, "BM": rows_per_program, "DEPENDENT": capability >= 90},
+        **{
+            "FORMAT": kv_format,
+            "NATIVE": capability >= 90,
+            "BM": rows_per_program,
+            "DEPENDENT": capability >= 90,
+        },
     }
     scales = ("p_k_scales", "p_v_scales")
     if kv_format == "int8":
