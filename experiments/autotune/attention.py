@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from page4.experiments.autotune.exact import exact_rows
+from page4.experiments.autotune.machine import Machine
 from page4.experiments.autotune.outline import Outline
+from page4.experiments.autotune.rounds import first_round
 from page4.experiments.autotune.space import gluon_candidates, plain_candidates
 from page4.experiments.kernel_cases import StepShape, attention_copies, unique_bytes
 from page4.kernels.block_plan import plan_capacity
@@ -78,13 +80,18 @@ class Candidates:
     default: Any
     outline: Outline
 
+    def first_round(self) -> list[Any]:
+        """Those to begin with, see `rounds`."""
+        return first_round(self.configs, self.default)
 
-def candidates(cell: Cell, device: torch.device, multiprocessors: int, seed: int) -> Candidates:
+
+def candidates(cell: Cell, machine: Machine, seed: int) -> Candidates:
     """The configurations to try for a cell, every one of them possible."""
-    inputs = attention_copies(cell.step, device, seed)[0]
+    inputs = attention_copies(cell.step, machine.device, seed)[0]
     default = default_attention_config(inputs, IMPLEMENTATIONS[cell.kernel])
     enumerate_all = gluon_candidates if IMPLEMENTATIONS[cell.kernel] == "gluon" else plain_candidates
-    configs = dict.fromkeys([default, *enumerate_all(inputs, multiprocessors)])
+    found = enumerate_all(inputs, machine.multiprocessors, machine.shared_memory)
+    configs = dict.fromkeys([default, *found])
     for config in configs:
         TUNABLE[cell.kernel].check(cell.key, config)
     return Candidates(tuple(configs), default, Outline.of(inputs))

@@ -23,7 +23,7 @@ class AutotuneConfig:
         kv_formats: KV formats of every shape; kernels skip those that they do not read.
         configs: Folder of configurations that the results are merged into; None is `configs` in the result
             folder. Those of the package are in `kernels/configs`.
-        seconds: Budget, from the start on; 0 means none. A step that is being timed when it ends is finished.
+        seconds: Budget, from the start on; 0 means none. Steps that are not finished by then are left out.
         replays: CUDA-graph replays of which the median counts.
         processes: Processes that compile; 0 means one per processor but one.
         seed: Of the inputs.

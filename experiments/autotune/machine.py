@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from page4.experiments.gpu_timing import cold_copies, time_launches
 from page4.kernels.errors import InputError
@@ -22,6 +23,7 @@ class Machine:
         device: where kernels run.
         gpu: its name, as the driver gives it.
         multiprocessors: how many it has.
+        shared_memory: bytes that a program can have of it.
         time_us: microseconds of a call; the calls given do the same work on copies of the inputs.
         cold_copies: how many copies it takes that no cache holds the bytes of a call when it begins.
         now: seconds, from any beginning.
@@ -30,6 +32,7 @@ class Machine:
     device: torch.device
     gpu: str
     multiprocessors: int
+    shared_memory: int
     time_us: Callable[[Sequence[Callable[[], object]]], float]
     cold_copies: Callable[[int], int]
     now: Callable[[], float] = time.monotonic
@@ -48,6 +51,9 @@ def this_gpu(replays: int) -> Machine:
         device=device,
         gpu=device_name(device),
         multiprocessors=multiprocessor_count(device),
+        shared_memory=triton.runtime.driver.active.utils.get_device_properties(device.index)[
+            "max_shared_mem"
+        ],
         time_us=lambda launches: time_launches(launches, replays=replays).median_us,
         cold_copies=lambda size: cold_copies(size, device),
     )

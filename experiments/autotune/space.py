@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import GluonConfig
+from page4.kernels.page4_attention_gluon import GluonConfig, listed_turns
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
 from page4.kernels.page4_attention_triton import AttentionConfig, padded_members
@@ -39,42 +40,54 @@ def longest_turns(inputs: AttentionInputs, tile_tokens: int) -> int:
     return max(1, -(-longest * BLOCK_TOKENS // tile_tokens))
 
 
-def gluon_candidates(inputs: AttentionInputs, multiprocessors: int) -> list[GluonConfig]:
-    """Gluon configurations whose tiles have room in the registers, ascending."""
+def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memory: int) -> list[GluonConfig]:
+    """Gluon configurations whose tiles have room in registers and shared memory (bytes of a program)."""
     programs = inputs.groups * inputs.kv_heads
     candidates = []
-    for num_warps in (1, 2, 4, 8):
-        for tile_tokens in (32, 64, 128):
-            config = GluonConfig(1, tile_tokens, num_warps)
-            try:
-                config.check(inputs.head_dim)
-            except InputError:
-                continue
-            if tile_registers(inputs, tile_tokens, num_warps) > _REGISTERS:
-                continue
-            turns = longest_turns(inputs, tile_tokens)
-            candidates += [
-                GluonConfig(splits, tile_tokens, num_warps)
-                for splits in split_counts(programs, turns, multiprocessors)
-            ]
+    for num_warps, tile_tokens, num_stages in itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4)):
+        try:
+            GluonConfig(1, tile_tokens, num_warps, num_stages).check(inputs.head_dim)
+        except InputError:
+            continue
+        # One tile is in registers while the others are in shared memory.
+        if tile_registers(inputs, tile_tokens, num_warps, tiles=1) > _REGISTERS:
+            continue
+        for splits in split_counts(programs, longest_turns(inputs, tile_tokens), multiprocessors):
+            config = GluonConfig(splits, tile_tokens, num_warps, num_stages)
+            if gluon_shared_bytes(inputs, config) <= shared_memory:
+                candidates.append(config)
     return candidates
 
 
-def plain_candidates(inputs: AttentionInputs, multiprocessors: int) -> list[AttentionConfig]:
-    """Plain Triton configurations whose tiles have room in the registers, ascending."""
+def plain_candidates(
+    inputs: AttentionInputs, multiprocessors: int, shared_memory: int
+) -> list[AttentionConfig]:
+    """Plain Triton configurations whose tiles have room in registers and shared memory (bytes)."""
     programs = inputs.groups * inputs.kv_heads
     return [
         AttentionConfig(splits, tile_tokens, num_warps, num_stages)
-        for tile_tokens in (16, 32, 64, 128)
-        for num_warps in (4, 8)
-        if tile_registers(inputs, tile_tokens, num_warps) <= _REGISTERS
-        for num_stages in (1, 2, 3)
+        for tile_tokens, num_warps, num_stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3))
+        if tile_registers(inputs, tile_tokens, num_warps, tiles=2) <= _REGISTERS
+        # With stages, Triton keeps what is on its way in shared memory.
+        and (num_stages - 1) * 2 * tile_bytes(inputs, tile_tokens) <= shared_memory
         for splits in split_counts(programs, longest_turns(inputs, tile_tokens), multiprocessors)
     ]
 
 
-def tile_registers(inputs: AttentionInputs, tile_tokens: int, num_warps: int) -> int:
-    """32-bit registers a thread that accumulators, scores and the tiles of K and V take at the least."""
-    members, dim = padded_members(inputs), inputs.head_dim
-    tiles = 2 * tile_tokens * dim * inputs.k_pages.element_size() // 4
-    return (members * dim + members * tile_tokens + tiles) // (32 * num_warps)
+def tile_bytes(inputs: AttentionInputs, tile_tokens: int) -> int:
+    """Bytes of a tile of K or V as stored."""
+    return tile_tokens * inputs.head_dim * inputs.k_pages.element_size()
+
+
+def tile_registers(inputs: AttentionInputs, tile_tokens: int, num_warps: int, tiles: int) -> int:
+    """32-bit registers a thread that accumulators, scores and tiles of K and V take at the least."""
+    members = padded_members(inputs)
+    words = members * (inputs.head_dim + tile_tokens) + tiles * tile_bytes(inputs, tile_tokens) // 4
+    return words // (32 * num_warps)
+
+
+def gluon_shared_bytes(inputs: AttentionInputs, config: GluonConfig) -> int:
+    """Bytes of shared memory that a program takes at the least: the rings of K and V, the list, and Q."""
+    rings = 2 * config.num_stages * tile_bytes(inputs, config.tile_tokens)
+    entries = listed_turns(inputs.plan.blocks.shape[1], config) * config.tile_tokens // BLOCK_TOKENS
+    return rings + 8 * entries + 2 * padded_members(inputs) * inputs.head_dim

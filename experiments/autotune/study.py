@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,23 @@ from page4.experiments.autotune.record import (
     table,
     trial_rows,
 )
+from page4.experiments.autotune.rounds import next_round
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kernels.tuning import triton_version
 
-_AHEAD = 4  # cells that are compiled while one is timed
+_AHEAD = 3  # cells that are compiled while one is timed
 
-Job = tuple[Cell, Candidates, dict[Any, Future[Compiled]]]
+
+@dataclass
+class _Job:
+    """A cell on its way: what is being compiled for it, and the trials of earlier rounds."""
+
+    cell: Cell
+    found: Candidates
+    futures: dict[Any, Future[Compiled]]
+    trials: list[Trial] = field(default_factory=list)
 
 
 def run(
@@ -66,7 +77,7 @@ def run(
         done = {result.cell for result in found}
         waiting = [cell for cell in cells if cell not in done]
         progress.start(len(cells), len(done))
-        deadline = started + config.seconds if config.seconds else float("inf")
+        deadline = started + config.seconds if config.seconds else math.inf
         for cell, default, tried in _tune(waiting, config, machine, deadline):
             trials.add(trial_rows(cell, tried, default, datetime.now(UTC).date().isoformat()))
             found = results(cells, trials.rows)
@@ -97,23 +108,33 @@ def _tune(
     if not cells:
         return
     with CompilerPool(config.processes, machine.device) as pool:
-        jobs: deque[Job] = deque()
+        jobs: deque[_Job] = deque()
         waiting = iter(cells)
         while machine.now() < deadline:
             while len(jobs) <= _AHEAD and (cell := next(waiting, None)) is not None:
-                found = candidates(cell, machine.device, machine.multiprocessors, config.seed)
-                jobs.append(
-                    (cell, found, {c: pool.submit(cell.kernel, found.outline, c) for c in found.configs})
-                )
+                found = candidates(cell, machine, config.seed)
+                jobs.append(_Job(cell, found, _submit(pool, cell, found, found.first_round())))
             if not jobs:
                 return
-            cell, found, futures = jobs.popleft()
-            patience = None if deadline == float("inf") else max(0.0, deadline - machine.now())
-            if wait_for(futures.values(), timeout=patience).not_done:
+            job = jobs.popleft()
+            patience = None if deadline == math.inf else max(0.0, deadline - machine.now())
+            if wait_for(job.futures.values(), timeout=patience).not_done:
                 return
-            compiled = {c: future.result() for c, future in futures.items()}
-            bench = Bench(cell, machine.device, config.seed, machine.cold_copies)
-            yield cell, found.default, try_all(compiled, found.default, bench, machine)
+            compiled = {c: future.result() for c, future in job.futures.items()}
+            bench = Bench(job.cell, machine.device, config.seed, machine.cold_copies)
+            job.trials += try_all(compiled, job.found.default, bench, machine)
+            del bench  # its memory is needed for the next one
+            if more := next_round(job.found.configs, job.trials):
+                job.futures = _submit(pool, job.cell, job.found, more)
+                jobs.append(job)
+            else:
+                yield job.cell, job.found.default, job.trials
+
+
+def _submit(
+    pool: CompilerPool, cell: Cell, found: Candidates, configs: Sequence[Any]
+) -> dict[Any, Future[Compiled]]:
+    return {config: pool.submit(cell.kernel, found.outline, config) for config in configs}
 
 
 def try_all(compiled: Mapping[Any, Compiled], default: Any, bench: Bench, machine: Machine) -> list[Trial]:

@@ -32,7 +32,7 @@ class Clock:
 
 
 def cpu_machine(clock: Clock | None = None, now: Callable[[], float] = time.monotonic) -> Machine:
-    return Machine(CPU, "cpu", 1, clock or Clock(), cold_copies=lambda size: 2, now=now)
+    return Machine(CPU, "cpu", 1, 2**20, clock or Clock(), cold_copies=lambda size: 2, now=now)
 
 
 def small_config(**changes: object) -> AutotuneConfig:

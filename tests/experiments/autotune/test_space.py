@@ -9,14 +9,18 @@ from hypothesis import strategies as st
 from page4.experiments.autotune.attention import candidates
 from page4.experiments.autotune.space import (
     gluon_candidates,
+    gluon_shared_bytes,
     longest_turns,
     plain_candidates,
     split_counts,
     tile_registers,
 )
 from page4.experiments.kernel_cases import attention_copies
+from page4.kernels.page4_attention_gluon import GluonConfig
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
-from tests.experiments.autotune.cpu_machine import CPU, small_cell, small_step
+from tests.experiments.autotune.cpu_machine import CPU, cpu_machine, small_cell, small_step
+
+SHARED = 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -58,12 +62,14 @@ def test_turns_are_those_of_the_longest_list() -> None:
 def test_candidates_are_possible_and_have_room_in_registers(head_dim: int, kv_format: str) -> None:
     step = small_step(head_dim=head_dim, kv_format=kv_format, rows=8, query_heads=12)
     inputs = attention_copies(step, CPU)[0]
-    gluon, plain = gluon_candidates(inputs, 132), plain_candidates(inputs, 132)
+    gluon, plain = gluon_candidates(inputs, 132, SHARED), plain_candidates(inputs, 132, SHARED)
     assert plain and (gluon or head_dim == 32)
     for config in gluon:
         config.check(head_dim)
-    for config in (*gluon, *plain):
-        assert tile_registers(inputs, config.tile_tokens, config.num_warps) <= 255
+        assert tile_registers(inputs, config.tile_tokens, config.num_warps, tiles=1) <= 255
+        assert gluon_shared_bytes(inputs, config) <= SHARED
+    for other in plain:
+        assert tile_registers(inputs, other.tile_tokens, other.num_warps, tiles=2) <= 255
     assert len(set(gluon)) == len(gluon) and len(set(plain)) == len(plain)
 
 
@@ -72,10 +78,20 @@ def test_bytes_take_half_the_registers_of_halves() -> None:
     for kv_format, words in (("e4m3", 64), ("fp16", 128)):
         inputs = attention_copies(small_step(head_dim=256, rows=1, kv_format=kv_format), CPU)[0]
         expected = (members * dim + members * tile + 2 * tile * words) // threads
-        assert tile_registers(inputs, tile, threads // 32) == expected
+        assert tile_registers(inputs, tile, threads // 32, tiles=2) == expected
 
 
 def test_the_default_is_among_what_is_compiled_and_comes_first() -> None:
-    found = candidates(small_cell(), CPU, multiprocessors=4, seed=0)
+    found = candidates(small_cell(), cpu_machine(), seed=0)
     assert found.configs[0] == found.default
     assert len(set(found.configs)) == len(found.configs) > 10
+
+
+def test_rings_that_no_program_can_have_are_not_tried() -> None:
+    inputs = attention_copies(small_step(head_dim=256, kv_format="fp16"), CPU)[0]
+    largest = GluonConfig(1, 128, 8, 4)  # 4 stages of K and V, 64 KiB each
+    assert gluon_shared_bytes(inputs, largest) > 2 * 4 * 65536 > SHARED
+    found = gluon_candidates(inputs, 132, SHARED)
+    assert largest not in found
+    assert largest in gluon_candidates(inputs, 132, 2**20)
+    assert {config.num_stages for config in found} == {2, 3, 4}
