@@ -13,15 +13,16 @@ from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
 from page4.kernels.page4_attention_triton import AttentionConfig, padded_members
 
 _REGISTERS = 255  # of a thread
-_PER_MULTIPROCESSOR = (0.25, 8.0)  # programs that a split may lead to
+_PER_MULTIPROCESSOR = (0.125, 4.0)  # programs that splits may lead to
+_STEP = 1.15  # the least ratio of two numbers of splits
 
 
 def split_counts(programs: int, turns: int, multiprocessors: int) -> list[int]:
     """Numbers of splits worth trying for ``programs`` lists of ``turns`` tiles each.
 
     Splits that leave the longest program as many turns as fewer splits would are of no use: only
-    ``ceil(turns / n)`` are. They should give every multiprocessor about a quarter to 8 programs; of two
-    numbers that differ by less than a tenth the smaller one is enough.
+    ``ceil(turns / n)`` are. They should give every multiprocessor about an eighth to 4 programs; of two
+    numbers that are nearly the same the smaller one is enough.
     """
     share = multiprocessors / max(1, programs)
     most = max(1, min(MAX_SPLITS, turns, math.ceil(_PER_MULTIPROCESSOR[1] * share)))
@@ -29,7 +30,7 @@ def split_counts(programs: int, turns: int, multiprocessors: int) -> list[int]:
     least = min(useful[-1], int(_PER_MULTIPROCESSOR[0] * share))
     counts: list[int] = []
     for splits in useful:
-        if splits >= least and (not counts or splits > 1.1 * counts[-1]):
+        if splits >= least and (not counts or splits >= _STEP * counts[-1]):
             counts.append(splits)
     return counts
 

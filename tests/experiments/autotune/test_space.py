@@ -26,9 +26,9 @@ SHARED = 227 * 1024
 @pytest.mark.parametrize(
     ("programs", "turns", "expected"),
     [
-        (1, 33, [33]),  # a whole GPU for one list: a program a tile
-        (128, 42, [1, 2, 3, 4, 5, 6, 7, 9]),
-        (8, 42, [4, 5, 6, 7, 9, 11, 14, 21, 42]),
+        (1, 33, [17, 33]),  # a whole GPU for one list: a program for one tile or two
+        (128, 42, [1, 2, 3, 4, 5]),
+        (8, 42, [2, 3, 4, 5, 6, 7, 9, 11, 14, 21, 42]),
         (4096, 500, [1]),
         (1, 1, [1]),
     ],
@@ -44,7 +44,7 @@ def test_splits_are_possible_and_none_does_the_work_of_a_smaller_number(
     counts = split_counts(programs, turns, multiprocessors)
     assert counts == sorted(set(counts))
     assert counts and counts[0] >= 1 and counts[-1] <= min(MAX_SPLITS, turns)
-    assert programs * counts[-1] <= max(programs, 8 * multiprocessors + programs)
+    assert programs * counts[-1] <= 4 * multiprocessors + programs
     longest = [-(-turns // splits) for splits in counts]
     assert len(set(longest)) == len(longest)
 
