@@ -89,7 +89,7 @@ def test_sizes_without_kernels_are_refused_when_the_backend_is_chosen(
     sizes: dict[str, Any], message: str
 ) -> None:
     """And the reference, which runs them all, stays."""
-    model = tiny_model(**sizes)
+    model = tiny_model(**sizes).to(DEVICE)
     with pytest.raises(InputError, match=f"^backend 'triton' needs .*{message}$") as caught:
         model.use_backend("triton")
     assert "\n" not in str(caught.value)
@@ -100,14 +100,14 @@ def test_a_checkpoint_without_kernels_is_refused_before_its_weights_are_read(tmp
     config = json.dumps(tiny_dict(indexer_compress_ratio=8))
     (tmp_path / "config.json").write_text(config, encoding="utf-8")
     with pytest.raises(InputError, match="needs indexer_compress_ratio 4, the model has 8"):
-        Qwen4ExpForCausalLM.from_pretrained(tmp_path, backend="triton")
+        Qwen4ExpForCausalLM.from_pretrained(tmp_path, device=DEVICE, backend="triton")
     with pytest.raises(InputError, match="no checkpoint there"):
         Qwen4ExpForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(InputError, match=r"dtype torch.float16 or torch.float32, the model has torch.bfloat"):
-        tiny_model().to(torch.bfloat16).use_backend("triton")
+        tiny_model().to(DEVICE, torch.bfloat16).use_backend("triton")
 
 
 def test_an_unknown_backend_is_refused() -> None:
