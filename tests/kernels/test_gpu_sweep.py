@@ -94,14 +94,17 @@ def test_scores_and_plans_at_real_lengths(requests: int, rows: int, length: int)
     visible = (positions + 1) // 4
     for request in range(requests):
         here = slice(request * rows, (request + 1) * rows)
-        expected = torch.zeros(rows, blocks, dtype=torch.float64, device="cuda")
-        for head in range(heads):
-            expected += (queries[here, head].double() @ keys[request].double().T).relu()
-        hidden = torch.arange(blocks, device="cuda") >= visible[here, None]
-        got, expected = scores[here, :blocks].double(), expected / math.sqrt(dim)
-        torch.testing.assert_close(
-            got.masked_fill(hidden, 0.0), expected.masked_fill(hidden, 0.0), rtol=1e-5, atol=1e-5
-        )
+        seen = torch.arange(blocks, device="cuda") < visible[here, None]
+
+        def by_definition(dtype: torch.dtype, request: int = request, here: slice = here) -> Tensor:
+            dots = (queries[here, head].to(dtype) @ keys[request].to(dtype).T for head in range(heads))
+            return sum(dot.relu() for dot in dots) / math.sqrt(dim)
+
+        exact = by_definition(torch.float64)
+        eager_error = (by_definition(torch.float32) - exact)[seen].abs().max()
+        error = (scores[here, :blocks].double() - exact)[seen].abs().max()
+        assert error <= eager_error + EPSILON[torch.float32] * exact[seen].max()
+        assert scores[here, :blocks][~seen].isnan().all()  # nothing is written there
 
     workspace = SelectionWorkspace.allocate(len(positions), -(-length // 4), topk, "cuda")
     plan = select_plan_triton(scores, positions, groups, workspace)
