@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from page4.experiments.autotune.attention import Cell
@@ -13,6 +14,8 @@ from page4.experiments.autotune.machine import Machine
 from page4.experiments.kernel_cases import StepShape
 
 CPU = torch.device("cpu")
+# With a GPU, tests do not set up the interpreter, and kernels cannot take CPU tensors.
+NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels on the interpreter's CPU")
 SHAPE = (1, 2, 2, 1, 32, 20, 0.5)
 OTHER_SHAPE = (2, 1, 2, 1, 32, 12, 0.5)
 

@@ -14,7 +14,7 @@ from page4.experiments.autotune.compiling import Compiled, CompilerPool, compile
 from page4.experiments.autotune.outline import Outline
 from page4.experiments.kernel_cases import attention_copies
 from page4.kernels.page4_attention_triton import AttentionConfig
-from tests.experiments.autotune.cpu_machine import CPU, small_step
+from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, small_step
 
 KERNEL = "page4_attention_triton"
 CONFIG = AttentionConfig(splits=2, tile_tokens=16, num_warps=4, num_stages=1)
@@ -49,6 +49,7 @@ def test_an_outline_keeps_all_that_compilation_depends_on(kv_format: str) -> Non
     assert sent.k_pages.shape[0] == 1
 
 
+@NEEDS_CPU
 def test_a_launch_on_an_outline_writes_nothing() -> None:
     inputs = outline().inputs(CPU)
     out = torch.full(inputs.q.shape, 7.0, dtype=inputs.q.dtype)
@@ -57,6 +58,7 @@ def test_a_launch_on_an_outline_writes_nothing() -> None:
     assert (out == 7.0).all() and (lse == 7.0).all()
 
 
+@NEEDS_CPU
 def test_what_compiles_and_what_does_not() -> None:
     assert compile_configuration(KERNEL, outline(), CONFIG, CPU) == Compiled()
     # FP32 queries are nothing that the Gluon kernel takes: any refusal is an outcome, not a crash.
@@ -65,6 +67,7 @@ def test_what_compiles_and_what_does_not() -> None:
     assert compiled.error.startswith("InputError: the Gluon kernel") and "\n" not in compiled.error
 
 
+@NEEDS_CPU
 def test_a_process_compiles_what_it_is_sent() -> None:
     with CompilerPool(1, CPU) as pool:
         assert pool.submit(KERNEL, outline(), CONFIG).result() == Compiled()

@@ -13,7 +13,7 @@ from page4.experiments.kernel_cases import attention_copies
 from page4.kernels.block_plan import PackedPlan
 from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.page4_attention_triton import AttentionConfig
-from tests.experiments.autotune.cpu_machine import CPU, small_cell, small_step
+from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, small_cell, small_step
 from tests.kernels.attention_cases import FORMATS, make_case
 
 CONFIG = AttentionConfig(splits=2, tile_tokens=16, num_warps=4, num_stages=1)
@@ -44,12 +44,14 @@ def test_padding_groups_have_no_rows() -> None:
     assert exact_rows(dataclasses.replace(case.inputs, plan=plan)).rows.tolist() == [0, 1, 2, 3]
 
 
+@NEEDS_CPU
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
 def test_a_right_kernel_is_found_right(kv_format: str) -> None:
     cell = small_cell(kv_format=kv_format)
     assert Bench(cell, CPU, seed=0, cold_copies=lambda size: 1).difference(CONFIG) is None
 
 
+@NEEDS_CPU
 def test_an_error_in_one_element_and_rows_that_are_not_written_are_found() -> None:
     inputs = attention_copies(small_step(), CPU)[0]
     exact = exact_rows(inputs)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from page4.experiments.autotune import AutotuneConfig, run
 from page4.experiments.autotune.attention import Bench, Cell
@@ -27,6 +26,7 @@ from page4.kernels.tuning import triton_version, use_configurations
 from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
 from tests.experiments.autotune.cpu_machine import (
     CPU,
+    NEEDS_CPU,
     OTHER_SHAPE,
     SHAPE,
     Clock,
@@ -38,7 +38,6 @@ from tests.experiments.autotune.cpu_machine import (
 
 KERNEL = TUNABLE["page4_attention_triton"]
 PATH = tuning_path(KERNEL.name, "cpu", triton_version())
-NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tunes on the interpreter's CPU")
 DEFAULT = AttentionConfig(1, 64, 4, 2)
 
 
@@ -100,6 +99,7 @@ def test_a_budget_does_the_important_steps_first_and_a_later_run_the_rest(tmp_pa
     assert len(read_tuning_file(tmp_path / "configs" / PATH, KERNEL).entries) == 2
 
 
+@NEEDS_CPU
 def test_what_spills_fails_or_is_wrong_is_not_timed_but_the_default_is() -> None:
     cell = small_cell()
     clock = Clock()
@@ -117,6 +117,7 @@ def test_what_spills_fails_or_is_wrong_is_not_timed_but_the_default_is() -> None
     assert clock.calls == 2
 
 
+@NEEDS_CPU
 def test_a_wrong_result_is_not_timed() -> None:
     bench = Bench(small_cell(), CPU, seed=0, cold_copies=lambda size: 1)
     bench.inputs[0].v_pages.bitwise_xor_(0x80)  # V of the other sign than the expected results are for
