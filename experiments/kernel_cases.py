@@ -391,7 +391,9 @@ def _scores(shape: StepShape, selected: Tensor, generator: torch.Generator) -> T
         # Selected blocks first, then the other visible ones, each in random order.
         key = torch.rand(values.shape, generator=generator, device=device) + selected[part].float()
         order = torch.where(block < visible[part], key, -1.0).argsort(dim=1, descending=True)
-        scores[part] = torch.empty_like(values).scatter_(1, order, values)
+        placed = torch.empty_like(values).scatter_(1, order, values)
+        # Many heads give scores of exactly 0; one that is selected must not tie with one that is not.
+        scores[part] = torch.where(selected[part], placed.clamp(min=1e-30), placed)
     return torch.where(block < visible, scores, torch.nan)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from triton.errors import TritonError
+import torch
 
 from page4.experiments.bench.attention_case import attention_case, step_case
 from page4.experiments.bench.case import Case, Contender
@@ -15,6 +15,7 @@ from page4.experiments.bench.copies import NoRoomError
 from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.prepare_case import prepare_case
 from page4.experiments.bench.selection_case import scores_case, select_case
+from page4.experiments.bench.warmup import FAILURES
 from page4.experiments.samples import Row
 
 CASES: dict[Kernel, Callable[[Cell, BenchConfig, Machine], Case]] = {
@@ -85,7 +86,9 @@ def _measure_one(contender: Contender, floor_us: float, machine: Machine) -> dic
         if not check.passed:
             return named | checked | {"status": "wrong"}
         timing = machine.timer(contender.launches)
-    except TritonError as error:
+    except FAILURES as error:
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize()  # raises if no other kernel can run any more either
         return named | {"status": "failed", "config": " ".join(str(error).split())[:200]}
     return named | checked | {
         "status": "ok",

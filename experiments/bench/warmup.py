@@ -39,6 +39,9 @@ from page4.kernels.step_rows import StepRows
 
 _MOST_WORKERS = 16
 
+FAILURES = (TritonError, RuntimeError, InputError)
+"""What kernels raise that do not compile, need too much of the GPU, or refuse their configuration."""
+
 Task = Callable[[], object]
 
 
@@ -72,7 +75,7 @@ def run_tasks(tasks: Iterable[Task], device: torch.device, progress: Reporter) -
     with ThreadPoolExecutor(workers) as pool:
         for future in as_completed([pool.submit(task) for task in tasks]):
             error = future.exception()
-            if error is not None and not isinstance(error, TritonError):
+            if error is not None and not isinstance(error, FAILURES):
                 raise error
             progress.advance("compiled")
 
