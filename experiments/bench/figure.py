@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from page4.experiments.bench.config import IMPLEMENTATIONS
 from page4.experiments.plots import COLOURS, MARKERS
 from page4.experiments.samples import Row
 
 _COLUMNS = 3
+_ORDER: tuple[str, ...] = IMPLEMENTATIONS
 
 
 def plot_roofline(rows: Sequence[Row], title: str) -> Figure:
@@ -27,9 +30,9 @@ def plot_roofline(rows: Sequence[Row], title: str) -> Figure:
     lines = -(-len(kernels) // columns)
     figure = Figure(figsize=(3.9 * columns, 3.5 * lines + 0.6), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    styles: dict[str, int] = {}
+    colours: dict[str, str] = {}
     for axes, kernel in zip(panels, kernels, strict=False):
-        _panel(axes, kernel, [row for row in timed if row["kernel"] == kernel], styles)
+        _panel(axes, kernel, [row for row in timed if row["kernel"] == kernel], colours)
     for axes in panels[len(kernels) :]:
         axes.remove()
     handles = {
@@ -44,13 +47,13 @@ def plot_roofline(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, kernel: str, rows: Sequence[Row], styles: dict[str, int]) -> None:
-    series: dict[str, list[Row]] = {}
+def _panel(axes: Axes, kernel: str, rows: Sequence[Row], colours: dict[str, str]) -> None:
+    """A marker tells the implementation, a colour the format; formats keep their colour in all panels."""
+    series: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        name = f"{row['implementation']} {row['kv_format']}".strip()
-        series.setdefault(name, []).append(row)
-    for name, members in series.items():
-        index = styles.setdefault(name, len(styles))
+        series.setdefault((row["implementation"], row["kv_format"]), []).append(row)
+    for (implementation, kv_format), members in series.items():
+        colour = colours.setdefault(kv_format, COLOURS[len(colours) % len(COLOURS)])
         axes.errorbar(
             [row["floor_bytes"] / 1e6 for row in members],
             [row["median_us"] for row in members],
@@ -58,8 +61,8 @@ def _panel(axes: Axes, kernel: str, rows: Sequence[Row], styles: dict[str, int])
                 [max(0.0, row["median_us"] - row["p10_us"]) for row in members],
                 [max(0.0, row["p90_us"] - row["median_us"]) for row in members],
             ],
-            linestyle="none", marker=MARKERS[index % len(MARKERS)], markersize=4,
-            color=COLOURS[index % len(COLOURS)], linewidth=1, label=name,
+            linestyle="none", marker=MARKERS[_ORDER.index(implementation)], markersize=4,
+            color=colour, linewidth=1, label=f"{implementation} {kv_format}".strip(),
         )  # fmt: skip
     bandwidth = max(row["copy_bandwidth"] for row in rows)
     launch = min(row["launch_us"] for row in rows)
@@ -72,8 +75,14 @@ def _panel(axes: Axes, kernel: str, rows: Sequence[Row], styles: dict[str, int])
     axes.axhline(launch, color="0.4", linestyle="--", linewidth=1, label=f"empty kernel: {launch:.1f} us")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        steps = (1, 2, 5) if high < 50 * low else (1,)
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_title(kernel, fontsize=10)
     axes.set_xlabel("bytes that cannot be avoided (MB)")
     axes.set_ylabel("median time of a launch (us)")
-    axes.grid(alpha=0.25, which="both")
+    axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
