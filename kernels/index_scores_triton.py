@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,27 @@ from page4.kernels.qsa_prepare import PAGE_TOKENS
 
 _BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
 _SMALLEST_DOT = 16  # the least extent of a tensor-core product
-_PROGRAMS = 1024  # programs of a launch: several for every multiprocessor, each with several tiles if it can
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """How a call is cut into programs.
+
+    Attributes:
+        tile_blocks: keys in registers at once, a power of two from 16 on.
+        programs: wanted for a launch: several for every multiprocessor, each with several tiles if it can.
+        num_warps, num_stages: Triton's.
+    """
+
+    tile_blocks: int
+    programs: int
+    num_warps: int
+    num_stages: int
+
+
+def default_scores_config(narrow: bool) -> ScoresConfig:
+    """The configuration without tuning; ``narrow``: queries and keys have 16 bits."""
+    return ScoresConfig(tile_blocks=128 if narrow else 32, programs=1024, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -80,6 +102,7 @@ def index_scores_triton(
     positions: Tensor,
     groups: RowGroups,
     scores: Tensor,
+    config: ScoresConfig | None = None,
 ) -> Tensor:
     """Score of every complete block of its request for every row of a step; writes and returns ``scores``.
 
@@ -106,15 +129,16 @@ def index_scores_triton(
     heads_pad = triton.next_power_of_2(heads)
     rows_pad = max(triton.next_power_of_2(groups.rows_per_group), _SMALLEST_DOT // heads_pad)
     narrow = max(index_q.element_size(), compressed_pages.element_size()) == 2
-    tile = 128 if narrow else 32
-    tiles = triton.cdiv(scores.shape[1], tile)
-    splits = max(1, min(tiles, triton.cdiv(_PROGRAMS, len(groups.rows))))
+    config = config or default_scores_config(narrow)
+    tiles = triton.cdiv(scores.shape[1], config.tile_blocks)
+    splits = max(1, min(tiles, triton.cdiv(config.programs, len(groups.rows))))
     dependent = launches_dependents(index_q.device)
     index_scores_kernel[(len(groups.rows), splits)](
         index_q, index_q.stride(0), index_q.stride(1), compressed_pages, block_tables, block_tables.stride(0),
         positions, groups.request, groups.start, groups.rows, scores, scores.stride(0), splits, dim**-0.5,
         HEADS=heads, DIM=dim, HEADS_PAD=heads_pad, DIM_PAD=max(_SMALLEST_DOT, triton.next_power_of_2(dim)),
-        ROWS_PAD=rows_pad, BN=tile, DEPENDENT=dependent, num_warps=4, num_stages=3, launch_pdl=dependent,
+        ROWS_PAD=rows_pad, BN=config.tile_blocks, DEPENDENT=dependent,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     return scores
 

@@ -26,12 +26,10 @@ from page4.kernels.page4_attention_triton import (
     page4_attention_triton,
 )
 from page4.kernels.tunable import AttentionKey
-from page4.kernels.tuning import Configurations, Match, Origin, active
+from page4.kernels.tuning import Configurations, Origin, active
 
 Implementation = Literal["auto", "gluon", "triton"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
-
-_MOST_MEMOS = 4096  # a choice for every shape that a long run meets, in some MB
 
 
 @dataclass(frozen=True)
@@ -112,13 +110,7 @@ def chosen(inputs: AttentionInputs, implementation: Implementation = "auto") -> 
         implementation, q.device, q.dtype, q.shape[1], q.shape[2], inputs.kv_heads, inputs.kv_format,
         inputs.rows_per_group, inputs.plan.blocks.shape,
     )  # fmt: skip
-    choice: Choice | None = configurations.memo.get(seen)
-    if choice is None:
-        choice = _choose(inputs, implementation, configurations)
-        if len(configurations.memo) >= _MOST_MEMOS:
-            configurations.memo.clear()
-        configurations.memo[seen] = choice
-    return choice
+    return configurations.once(seen, lambda: _choose(inputs, implementation, configurations))
 
 
 def page4_attention(
@@ -148,11 +140,8 @@ def _choose(inputs: AttentionInputs, implementation: str, configurations: Config
     name, why = choose_implementation(implementation, capability, inputs.q.dtype, inputs.kv_format)
     kernel = f"page4_attention_{name}"
     key = AttentionKey.of(inputs)
-    # What was recorded was measured with FP16 queries.
-    half = inputs.q.dtype == torch.float16
-    match = configurations.lookup(kernel, key, device) if half else None
-    match = match or Match(default_attention_config(inputs, name), "default")
-    configurations.note(kernel, key, match.config, match.origin)
+    default = default_attention_config(inputs, name)
+    match = configurations.resolve(kernel, key, device, default, tuned=inputs.q.dtype == torch.float16)
     return Choice(name, why, match.config, match.origin)
 
 

@@ -8,6 +8,8 @@ of :mod:`page4.kernels.norm_rope`, :mod:`page4.kernels.codecs` and :mod:`page4.k
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -254,6 +256,22 @@ def rotary_table(
     return torch.cat((cos[:, :half], sin[:, :half]), dim=1)
 
 
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How a call is cut into programs: ``rows_per_program`` rows of one head each, a power of two."""
+
+    rows_per_program: int
+
+
+def default_prepare_config(num_rows: int) -> PrepareConfig:
+    """The configuration without tuning.
+
+    Programs of one warp need no shared memory for their sums and layouts; two rows give every thread loads of
+    16 bytes, one row more programs.
+    """
+    return PrepareConfig(rows_per_program=1 if num_rows <= 64 else 2)
+
+
 def qsa_prepare_triton(
     q_gate: Tensor,
     k: Tensor,
@@ -301,10 +319,8 @@ def qsa_prepare_triton(
             raise InputError(f"{name} must be contiguous {q_gate.dtype} {list(shape)}, got {list(out.shape)}")
     if num_rows == 0:
         return q, index_q
-    # Programs of one warp need no shared memory for their sums and layouts; two rows give every thread loads
-    # of 16 bytes, one row more programs.
     if rows_per_program is None:
-        rows_per_program = 1 if num_rows <= 64 else 2
+        rows_per_program = default_prepare_config(num_rows).rows_per_program
     grid = (1 + index_heads + heads + 2 * kv_heads, triton.cdiv(num_rows, rows_per_program))
     dependent = launches_dependents(k.device)
     qsa_prepare_kernel[grid](

@@ -6,17 +6,23 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from page4.kernels.block_plan import check_group_rows
+from torch import Tensor
+
+from page4.kernels.block_plan import RowGroups, check_group_rows
 from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
+from page4.kernels.index_scores_triton import ScoresConfig
 from page4.kernels.page4_attention_gluon import GLUON_FORMATS, GluonConfig
 from page4.kernels.page4_attention_inputs import HEAD_DIMS, MAX_HEADS_PER_KV, AttentionInputs
 from page4.kernels.page4_attention_triton import AttentionConfig
+from page4.kernels.qsa_prepare_inputs import QSAStorage
+from page4.kernels.qsa_prepare_triton import PrepareConfig
 
 _MOST_WARPS = 32
 _MOST_STAGES = 8
+_MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,7 @@ class AttentionKey:
             raise InputError(f"heads_per_kv must lie in 1..{MAX_HEADS_PER_KV}, got {self.heads_per_kv}")
         if self.head_dim not in HEAD_DIMS:
             raise InputError(f"head_dim must be one of {HEAD_DIMS}, got {self.head_dim}")
-        for name in ("groups", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _check_positive(self, "groups", "kv_heads")
         if not _is_power_of_two(self.capacity):
             raise InputError(f"capacity must be a power of two, got {self.capacity}")
 
@@ -73,6 +77,92 @@ class AttentionKey:
             head_dim=inputs.head_dim,
             capacity=1 << max(0, inputs.plan.blocks.shape[1] - 1).bit_length(),
             kv_format=inputs.kv_format,
+        )
+
+
+@dataclass(frozen=True)
+class ScoresKey:
+    """What the best configuration of index scores depends on (16-bit queries and keys).
+
+    Attributes:
+        groups, rows_per_group: of the step.
+        index_heads, index_dim: of the indexer.
+        columns: blocks that the scores have room for, rounded up to a power of two.
+    """
+
+    groups: int
+    rows_per_group: int
+    index_heads: int
+    index_dim: int
+    columns: int
+
+    REACH: ClassVar[Mapping[str, tuple[float, float]]] = {"groups": (0.5, 2.0), "columns": (0.5, 2.0)}
+
+    def __post_init__(self) -> None:
+        """Refuse what no call has.
+
+        Raises:
+            InputError: the first field outside its range.
+        """
+        check_group_rows(self.rows_per_group)
+        _check_positive(self, "groups", "index_heads", "index_dim")
+        if not _is_power_of_two(self.columns):
+            raise InputError(f"columns must be a power of two, got {self.columns}")
+
+    @classmethod
+    def of(cls, index_q: Tensor, groups: RowGroups, scores: Tensor) -> ScoresKey:
+        """The key of a call."""
+        return cls(
+            groups=max(1, len(groups.rows)),
+            rows_per_group=groups.rows_per_group,
+            index_heads=index_q.shape[1],
+            index_dim=index_q.shape[2],
+            columns=1 << max(0, scores.shape[1] - 1).bit_length(),
+        )
+
+
+@dataclass(frozen=True)
+class PrepareKey:
+    """What the best configuration of the prepare kernel depends on (16-bit projections).
+
+    Attributes:
+        rows: of the step.
+        query_heads, kv_heads, head_dim: of attention.
+        index_heads, index_dim: of the indexer.
+        kv_format: name of the storage format.
+    """
+
+    rows: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    index_heads: int
+    index_dim: int
+    kv_format: str
+
+    REACH: ClassVar[Mapping[str, tuple[float, float]]] = {"rows": (0.5, 2.0)}
+
+    def __post_init__(self) -> None:
+        """Refuse what no call has.
+
+        Raises:
+            InputError: the first field outside its range.
+        """
+        check_kv_format(self.kv_format)
+        _check_positive(self, *(name for name in vars(self) if name != "kv_format"))
+
+    @classmethod
+    def of(cls, q_gate: Tensor, k: Tensor, index: Tensor, storage: QSAStorage) -> PrepareKey:
+        """The key of a call."""
+        index_dim = storage.ring.shape[2]
+        return cls(
+            rows=max(1, q_gate.shape[0]),
+            query_heads=q_gate.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=k.shape[2],
+            index_heads=index.shape[1] // index_dim - 1,
+            index_dim=index_dim,
+            kv_format=storage.kv_format,
         )
 
 
@@ -95,8 +185,7 @@ class TunableKernel:
 
 def _check_plain(key: AttentionKey, config: AttentionConfig) -> None:
     _check_warps(config.num_warps)
-    if not 1 <= config.num_stages <= _MOST_STAGES:
-        raise InputError(f"num_stages must lie in 1..{_MOST_STAGES}, got {config.num_stages}")
+    _check_stages(config.num_stages)
 
 
 def _check_gluon(key: AttentionKey, config: GluonConfig) -> None:
@@ -104,6 +193,32 @@ def _check_gluon(key: AttentionKey, config: GluonConfig) -> None:
         raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {key.kv_format}")
     _check_warps(config.num_warps)
     config.check(key.head_dim)
+
+
+def _check_scores(key: ScoresKey, config: ScoresConfig) -> None:
+    _check_warps(config.num_warps)
+    _check_stages(config.num_stages)
+    if not (_is_power_of_two(config.tile_blocks) and config.tile_blocks >= 16):
+        raise InputError(f"tile_blocks must be a power of two from 16 on, got {config.tile_blocks}")
+    _check_positive(config, "programs")
+
+
+def _check_prepare(key: PrepareKey, config: PrepareConfig) -> None:
+    if not (_is_power_of_two(config.rows_per_program) and config.rows_per_program <= _MOST_ROWS):
+        raise InputError(
+            f"rows_per_program must be a power of two up to {_MOST_ROWS}, got {config.rows_per_program}"
+        )
+
+
+def _check_positive(values: Any, *names: str) -> None:
+    for name in names:
+        if getattr(values, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(values, name)}")
+
+
+def _check_stages(num_stages: int) -> None:
+    if not 1 <= num_stages <= _MOST_STAGES:
+        raise InputError(f"num_stages must lie in 1..{_MOST_STAGES}, got {num_stages}")
 
 
 def _check_warps(num_warps: int) -> None:
@@ -120,6 +235,8 @@ TUNABLE: dict[str, TunableKernel] = {
     for kernel in (
         TunableKernel("page4_attention_gluon", AttentionKey, GluonConfig, _check_gluon),
         TunableKernel("page4_attention_triton", AttentionKey, AttentionConfig, _check_plain),
+        TunableKernel("index_scores_triton", ScoresKey, ScoresConfig, _check_scores),
+        TunableKernel("qsa_prepare_triton", PrepareKey, PrepareConfig, _check_prepare),
     )
 }
 
@@ -136,6 +253,7 @@ def get_tunable(name: str) -> TunableKernel:
 
 
 def field_types(cls: type[Any]) -> dict[str, type]:
-    """Name -> int, bool or str for every field of a key or a configuration."""
+    """Name -> int, bool or str for every field of a key or a configuration; names to choose from are str."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    types = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: str if typing.get_origin(hint) is Literal else hint for name, hint in types.items()}

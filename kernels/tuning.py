@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,10 @@ from page4.kernels.tunable import TUNABLE, get_tunable
 from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
 
 Origin = Literal["exact", "bucket", "default"]
+
+ResultT = TypeVar("ResultT")
+
+_MOST_MEMOS = 4096  # a result for every shape that a long run meets, in some MB
 
 SHIPPED_FOLDER = Path(__file__).parent / "configs"
 
@@ -38,7 +42,6 @@ class Configurations:
     Attributes:
         source: ``shipped`` (those of this package), ``defaults`` (none: every kernel decides by rule) or a
             folder.
-        memo: results that launchers keep, by whatever decides them; it lives as long as this source is used.
 
     Raises:
         InputError: the folder does not exist.
@@ -48,7 +51,7 @@ class Configurations:
         named = {"shipped": SHIPPED_FOLDER, "defaults": None}
         self.source = source
         self.folder = named[source] if isinstance(source, str) and source in named else Path(source)
-        self.memo: dict[Any, Any] = {}
+        self._memo: dict[Hashable, Any] = {}
         if source not in named and self.folder is not None and not self.folder.is_dir():
             raise InputError(f"the folder of kernel configurations {self.folder} does not exist")
         self._files: dict[Path, TuningFile | None] = {}
@@ -71,6 +74,27 @@ class Configurations:
             return Match(file.entries[key].config, "exact")
         entry = nearest(file, key)
         return None if entry is None else Match(entry.config, "bucket")
+
+    def resolve(self, kernel: str, key: Any, device: torch.device, default: Any, tuned: bool = True) -> Match:
+        """What is recorded for a key, else the default; notes that the kernel runs with it.
+
+        Calls that are not like the measured ones (of FP32 numbers) are not ``tuned``: they get the default.
+        """
+        match = (self.lookup(kernel, key, device) if tuned else None) or Match(default, "default")
+        self.note(kernel, key, match.config, match.origin)
+        return match
+
+    def once(self, seen: Hashable, make: Callable[[], ResultT]) -> ResultT:
+        """``make()``, called once for everything that decides its result.
+
+        Costs a look into a dictionary from then on, as long as this source is used.
+        """
+        if seen not in self._memo:
+            if len(self._memo) >= _MOST_MEMOS:
+                self._memo.clear()
+            self._memo[seen] = make()
+        result: ResultT = self._memo[seen]
+        return result
 
     def note(self, kernel: str, key: Any, config: Any, origin: Origin) -> None:
         """Record that a kernel runs with a configuration."""

@@ -14,6 +14,7 @@ from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, se
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.page4_attention_dispatch import page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
+from page4.kernels.qsa_configs import prepare_config, scores_config
 from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton, rotary_table
 from page4.kernels.step_rows import StepRows
@@ -88,11 +89,16 @@ def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCach
         k_scale_pages=cache.k_token_scales,
         v_scale_pages=cache.v_token_scales,
     )
+    index = indexer.index_qk_proj(x)
+    prepare = prepare_config(q_gate, k, index, storage)
     q, index_q = qsa_prepare_triton(
-        q_gate, k, v, indexer.index_qk_proj(x), norms, angles, kernels.rows, storage, layer.eps
-    )
+        q_gate, k, v, index, norms, angles, kernels.rows, storage, layer.eps,
+        rows_per_program=prepare.rows_per_program,
+    )  # fmt: skip
     positions, tables = kernels.rows.positions, kernels.rows.block_tables
-    index_scores_triton(index_q, cache.compressed_pages, tables, positions, kernels.groups, kernels.scores)
+    keys, groups = cache.compressed_pages, kernels.groups
+    config = scores_config(index_q, keys, groups, kernels.scores)
+    index_scores_triton(index_q, keys, tables, positions, groups, kernels.scores, config)
     plan = select_plan_triton(kernels.scores, positions, kernels.groups, kernels.selection, kernels.plan)
     inputs = AttentionInputs(
         q=q,

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import triton
 
-from page4.experiments.autotune.attention import JIT_FUNCTIONS, attend
 from page4.experiments.autotune.outline import Outline
+from page4.experiments.autotune.problems import PROBLEMS
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,31 @@ class Compiled:
     spills: int = 0
 
 
+_functions: list[Any] = []  # that this process has compiled, for any configuration
+
+
 def compile_configuration(kernel: str, outline: Outline, config: Any, device: torch.device) -> Compiled:
-    """Compile a kernel for inputs with an outline and load it on the device."""
-    function = JIT_FUNCTIONS[kernel]
-    caches = getattr(function, "device_caches", None)  # the interpreter compiles nothing
-    if caches is not None:
-        caches.clear()  # afterwards it holds this configuration and no other
+    """Compile all that a kernel launches for inputs with an outline, and load it on the device."""
+    for function in _functions:
+        function.device_caches.clear()  # afterwards they hold what this configuration needs, and no more
+    earlier = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = _remember
     try:
-        attend(kernel, outline.inputs(device), config)
+        PROBLEMS[kernel].run(outline.zeros(device), config)
         if device.type == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # compilers raise anything
         return Compiled(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    compiled = [] if caches is None else [kernel for entry in caches.values() for kernel in entry[0].values()]
-    return Compiled(spills=max((kernel.n_spills for kernel in compiled), default=0))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = earlier
+    caches = (cache for function in _functions for cache, *_ in function.device_caches.values())
+    return Compiled(spills=max((binary.n_spills for cache in caches for binary in cache.values()), default=0))
+
+
+def _remember(*, fn: Any, **details: Any) -> None:
+    """Note a function that Triton has compiled; the interpreter compiles none."""
+    if not any(function is fn.jit_function for function in _functions):
+        _functions.append(fn.jit_function)
 
 
 Compile = Callable[[str, Outline, Any, torch.device], Compiled]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from page4.experiments.atomic import write_text
-from page4.experiments.autotune.attention import Cell
 from page4.experiments.autotune.choice import OUTCOMES, Trial, choose
+from page4.experiments.autotune.problem import Cell
 from page4.experiments.samples import Row
 from page4.kernels.tunable import TUNABLE, get_tunable
 from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path

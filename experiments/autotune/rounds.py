@@ -17,8 +17,8 @@ _KEPT = 3  # tiles that are tried with every number of splits
 
 
 def tile_of(config: Any) -> Any:
-    """A configuration but for its splits."""
-    return dataclasses.replace(config, splits=1)
+    """A configuration but for its splits, if it has any."""
+    return dataclasses.replace(config, splits=1) if hasattr(config, "splits") else config
 
 
 def first_round(configs: Sequence[Any], default: Any) -> list[Any]:
@@ -47,4 +47,4 @@ def next_round(configs: Sequence[Any], trials: Sequence[Trial]) -> list[Any]:
 
 
 def _distance(config: Any, default: Any) -> float:
-    return abs(math.log(config.splits / default.splits))
+    return abs(math.log(config.splits / default.splits)) if hasattr(config, "splits") else 0.0

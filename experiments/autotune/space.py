@@ -7,7 +7,7 @@ import math
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import GluonConfig, listed_turns
+from page4.kernels.page4_attention_gluon import GluonConfig
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
 from page4.kernels.page4_attention_triton import AttentionConfig, padded_members
@@ -88,7 +88,7 @@ def tile_registers(inputs: AttentionInputs, tile_tokens: int, num_warps: int, ti
 
 
 def gluon_shared_bytes(inputs: AttentionInputs, config: GluonConfig) -> int:
-    """Bytes of shared memory that a program takes at the least: the rings of K and V, the list, and Q."""
+    """Bytes of shared memory that a program takes at the least: the rings of K and V, its list, and Q."""
     rings = 2 * config.num_stages * tile_bytes(inputs, config.tile_tokens)
-    entries = listed_turns(inputs.plan.blocks.shape[1], config) * config.tile_tokens // BLOCK_TOKENS
+    entries = -(-inputs.plan.blocks.shape[1] // config.splits)
     return rings + 8 * entries + 2 * padded_members(inputs) * inputs.head_dim

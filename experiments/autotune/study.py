@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import page4.kernels.tuning
-from page4.experiments.autotune.attention import Bench, Candidates, Cell, candidates
 from page4.experiments.autotune.choice import OUTCOMES, Trial
 from page4.experiments.autotune.compiling import Compiled, CompilerPool
 from page4.experiments.autotune.config import AutotuneConfig
 from page4.experiments.autotune.machine import Machine, this_gpu
+from page4.experiments.autotune.problem import Bench, Candidates, Cell
+from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.record import (
     TRIAL_COLUMNS,
     TRIAL_KEY,
@@ -27,7 +28,7 @@ from page4.experiments.autotune.record import (
     table,
     trial_rows,
 )
-from page4.experiments.autotune.rounds import next_round
+from page4.experiments.autotune.rounds import first_round, next_round
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
@@ -65,8 +66,10 @@ def run(
     machine = machine or this_gpu(config.replays)
     started = machine.now()
     progress = progress or Silent()
-    cells = [Cell(kernel, step) for step in config.steps for kernel in config.kernel_names]
-    cells = [cell for cell in cells if cell.possible]
+    problems = [PROBLEMS[name] for name in config.kernel_names]
+    cells = [Cell(problem, step) for step in config.steps for problem in problems if problem.possible(step)]
+    # Of steps with one key the first, most important one decides.
+    cells = list({(cell.kernel, cell.key): cell for cell in reversed(cells)}.values())[::-1]
     if not cells:
         raise InputError("none of these kernels reads any of these KV formats")
     inputs = {"gpu": machine.gpu, "triton": triton_version(), "kernels": _kernel_digest()}
@@ -112,8 +115,10 @@ def _tune(
         waiting = iter(cells)
         while machine.now() < deadline:
             while len(jobs) <= _AHEAD and (cell := next(waiting, None)) is not None:
-                found = candidates(cell, machine, config.seed)
-                jobs.append(_Job(cell, found, _submit(pool, cell, found, found.first_round())))
+                found = Candidates.of(cell, machine, config.seed)
+                jobs.append(
+                    _Job(cell, found, _submit(pool, cell, found, first_round(found.configs, found.default)))
+                )
             if not jobs:
                 return
             job = jobs.popleft()
@@ -121,7 +126,7 @@ def _tune(
             if wait_for(job.futures.values(), timeout=patience).not_done:
                 return
             compiled = {c: future.result() for c, future in job.futures.items()}
-            bench = Bench(job.cell, machine.device, config.seed, machine.cold_copies)
+            bench = Bench(job.cell, machine, config.seed)
             job.trials += try_all(compiled, job.found.default, bench, machine)
             del bench  # its memory is needed for the next one
             if more := next_round(job.found.configs, job.trials):

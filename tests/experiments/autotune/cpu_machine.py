@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from page4.experiments.autotune.attention import Cell
 from page4.experiments.autotune.config import AutotuneConfig
 from page4.experiments.autotune.machine import Machine
+from page4.experiments.autotune.problem import Cell
+from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.kernel_cases import StepShape
 
 CPU = torch.device("cpu")
@@ -34,8 +35,10 @@ class Clock:
         return 1e6 * (time.perf_counter() - started) / len(launches)
 
 
-def cpu_machine(clock: Clock | None = None, now: Callable[[], float] = time.monotonic) -> Machine:
-    return Machine(CPU, "cpu", 1, 2**20, clock or Clock(), cold_copies=lambda size: 2, now=now)
+def cpu_machine(
+    clock: Clock | None = None, now: Callable[[], float] = time.monotonic, copies: int = 2
+) -> Machine:
+    return Machine(CPU, "cpu", 1, 2**20, clock or Clock(), cold_copies=lambda size: copies, now=now)
 
 
 def small_config(**changes: object) -> AutotuneConfig:
@@ -64,4 +67,4 @@ def small_step(**changes: object) -> StepShape:
 
 
 def small_cell(kernel: str = "page4_attention_triton", **changes: object) -> Cell:
-    return Cell(kernel, small_step(**changes))
+    return Cell(PROBLEMS[kernel], small_step(**changes))

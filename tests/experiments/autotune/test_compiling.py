@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from page4.experiments.autotune.attention import attend
 from page4.experiments.autotune.compiling import Compiled, CompilerPool, compile_configuration
 from page4.experiments.autotune.outline import Outline
+from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.kernel_cases import attention_copies
-from page4.kernels.page4_attention_triton import AttentionConfig
+from page4.kernels.page4_attention_triton import AttentionConfig, page4_attention_triton
 from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, small_step
 
 KERNEL = "page4_attention_triton"
@@ -33,7 +33,7 @@ def crash_on_three_splits(kernel: str, outline: Outline, config: Any, device: to
 @pytest.mark.parametrize("kv_format", ["e4m3", "int8", "fp32"])
 def test_an_outline_keeps_all_that_compilation_depends_on(kv_format: str) -> None:
     inputs = attention_copies(small_step(kv_format=kv_format), CPU)[0]
-    sent = pickle.loads(pickle.dumps(Outline.of(inputs))).inputs(CPU)
+    sent = pickle.loads(pickle.dumps(Outline.of(inputs))).zeros(CPU)
     for name, value in vars(inputs).items():
         if isinstance(value, torch.Tensor):
             other = getattr(sent, name)
@@ -51,11 +51,19 @@ def test_an_outline_keeps_all_that_compilation_depends_on(kv_format: str) -> Non
 
 @NEEDS_CPU
 def test_a_launch_on_an_outline_writes_nothing() -> None:
-    inputs = outline().inputs(CPU)
+    inputs = outline().zeros(CPU)
     out = torch.full(inputs.q.shape, 7.0, dtype=inputs.q.dtype)
     lse = torch.full(inputs.q.shape[:2], 7.0)
-    attend(KERNEL, inputs, CONFIG, out, lse)
+    page4_attention_triton(inputs, CONFIG, out=out, lse=lse)
     assert (out == 7.0).all() and (lse == 7.0).all()
+
+
+@NEEDS_CPU
+@pytest.mark.parametrize("kernel", ["index_scores_triton", "qsa_prepare_triton"])
+def test_a_launch_of_the_other_kernels_on_an_outline_stays_in_page_0(kernel: str) -> None:
+    problem = PROBLEMS[kernel]
+    (inputs,) = problem.copies(small_step(), CPU, 0, 1)
+    assert compile_configuration(kernel, Outline.of(inputs), problem.default(inputs), CPU) == Compiled()
 
 
 @NEEDS_CPU

@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from page4.experiments.autotune.attention import Bench, attend
 from page4.experiments.autotune.exact import exact_rows
+from page4.experiments.autotune.problem import Bench
+from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.kernel_cases import attention_copies
 from page4.kernels.block_plan import PackedPlan
 from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.page4_attention_triton import AttentionConfig
-from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, small_cell, small_step
+from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, cpu_machine, small_cell, small_step
 from tests.kernels.attention_cases import FORMATS, make_case
 
 CONFIG = AttentionConfig(splits=2, tile_tokens=16, num_warps=4, num_stages=1)
@@ -48,14 +49,14 @@ def test_padding_groups_have_no_rows() -> None:
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
 def test_a_right_kernel_is_found_right(kv_format: str) -> None:
     cell = small_cell(kv_format=kv_format)
-    assert Bench(cell, CPU, seed=0, cold_copies=lambda size: 1).difference(CONFIG) is None
+    assert Bench(cell, cpu_machine(copies=1), seed=0).difference(CONFIG) is None
 
 
 @NEEDS_CPU
 def test_an_error_in_one_element_and_rows_that_are_not_written_are_found() -> None:
     inputs = attention_copies(small_step(), CPU)[0]
     exact = exact_rows(inputs)
-    out, lse = attend("page4_attention_triton", inputs, CONFIG)
+    out, lse = PROBLEMS["page4_attention_triton"].run(inputs, CONFIG)
     assert exact.difference(out, lse) is None
     damaged = out.clone()
     damaged[3, 2, 5] += 4e-2

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from page4.experiments.autotune.choice import Trial
 from page4.experiments.autotune.rounds import first_round, next_round, tile_of
 from page4.kernels.page4_attention_triton import AttentionConfig
+from page4.kernels.qsa_prepare_triton import PrepareConfig
 
 SPLITS, TILES, WARPS = (1, 3, 8, 20), (16, 32, 64), (4, 8)
 CONFIGS = [AttentionConfig(*fields, 2) for fields in itertools.product(SPLITS, TILES, WARPS)]
@@ -49,3 +50,10 @@ def test_after_two_rounds_nothing_is_left_whatever_the_times(random: object) -> 
     second = time_all(next_round(CONFIGS, trials))
     assert second
     assert next_round(CONFIGS, trials + second) == []
+
+
+def test_configurations_without_splits_are_all_tried_at_once() -> None:
+    configs = [PrepareConfig(rows) for rows in (1, 2, 4)]
+    first = first_round(configs, configs[1])
+    assert first == [configs[1], configs[0], configs[2]]
+    assert next_round(configs, [Trial(config, "timed", 5.0) for config in first]) == []

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from page4.experiments.autotune.attention import candidates
+from page4.experiments.autotune.problem import Candidates
 from page4.experiments.autotune.space import (
     gluon_candidates,
     gluon_shared_bytes,
@@ -82,7 +82,7 @@ def test_bytes_take_half_the_registers_of_halves() -> None:
 
 
 def test_the_default_is_among_what_is_compiled_and_comes_first() -> None:
-    found = candidates(small_cell(), cpu_machine(), seed=0)
+    found = Candidates.of(small_cell(), cpu_machine(), seed=0)
     assert found.configs[0] == found.default
     assert len(set(found.configs)) == len(found.configs) > 10
 

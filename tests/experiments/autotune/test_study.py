@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from page4.experiments.autotune import AutotuneConfig, run
-from page4.experiments.autotune.attention import Bench, Cell
 from page4.experiments.autotune.choice import Trial
 from page4.experiments.autotune.compiling import Compiled
+from page4.experiments.autotune.problem import Bench, Candidates, Cell
+from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.record import TRIAL_COLUMNS, Result, record, results, table, trial_rows
 from page4.experiments.autotune.shipped import entry_rows, shipped_files
 from page4.experiments.autotune.study import try_all
@@ -21,7 +22,7 @@ from page4.experiments.samples import read_samples
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_dispatch import chosen, page4_attention
 from page4.kernels.page4_attention_triton import AttentionConfig
-from page4.kernels.tunable import TUNABLE, AttentionKey
+from page4.kernels.tunable import TUNABLE, AttentionKey, PrepareKey, ScoresKey
 from page4.kernels.tuning import triton_version, use_configurations
 from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
 from tests.experiments.autotune.cpu_machine import (
@@ -103,7 +104,7 @@ def test_a_budget_does_the_important_steps_first_and_a_later_run_the_rest(tmp_pa
 def test_what_spills_fails_or_is_wrong_is_not_timed_but_the_default_is() -> None:
     cell = small_cell()
     clock = Clock()
-    bench = Bench(cell, CPU, seed=0, cold_copies=lambda size: 1)
+    bench = Bench(cell, cpu_machine(copies=1), seed=0)
     one, two, three = (AttentionConfig(splits, 16, 4, 1) for splits in (1, 2, 3))
     compiled = {
         DEFAULT: Compiled(spills=8),
@@ -119,7 +120,7 @@ def test_what_spills_fails_or_is_wrong_is_not_timed_but_the_default_is() -> None
 
 @NEEDS_CPU
 def test_a_wrong_result_is_not_timed() -> None:
-    bench = Bench(small_cell(), CPU, seed=0, cold_copies=lambda size: 1)
+    bench = Bench(small_cell(), cpu_machine(copies=1), seed=0)
     bench.inputs[0].v_pages.bitwise_xor_(0x80)  # V of the other sign than the expected results are for
     clock = Clock()
     (trial,) = try_all({DEFAULT: Compiled()}, DEFAULT, bench, cpu_machine(clock))
@@ -134,10 +135,47 @@ def test_a_cell_is_recorded_under_the_key_of_its_inputs(rows: int, context: int)
     assert cell.key == AttentionKey.of(attention_copies(cell.step, CPU)[0])
 
 
-def test_gluon_is_not_tried_for_formats_that_it_does_not_read() -> None:
-    assert small_cell("page4_attention_gluon").possible
-    assert not small_cell("page4_attention_gluon", kv_format="int8").possible
-    assert small_cell("page4_attention_triton", kv_format="int8").possible
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("context", [30, 71])
+def test_the_other_kernels_are_recorded_under_the_keys_of_their_inputs(rows: int, context: int) -> None:
+    step = small_step(rows=rows, context=context)
+    (scores,) = PROBLEMS["index_scores_triton"].copies(step, CPU, 0, 1)
+    key = ScoresKey.of(scores.index_q, scores.groups, scores.scores)
+    assert PROBLEMS["index_scores_triton"].key(step) == key
+    (prepare,) = PROBLEMS["qsa_prepare_triton"].copies(step, CPU, 0, 1)
+    expected = PrepareKey.of(prepare.q_gate, prepare.k, prepare.index, prepare.storage)
+    assert PROBLEMS["qsa_prepare_triton"].key(step) == expected
+
+
+def test_every_tunable_kernel_is_a_problem() -> None:
+    assert list(PROBLEMS) == list(TUNABLE)
+
+
+def test_kernels_are_not_tried_for_formats_that_they_do_not_read() -> None:
+    def possible(kernel: str, kv_format: str) -> bool:
+        return PROBLEMS[kernel].possible(small_step(kv_format=kv_format))
+
+    assert possible("page4_attention_gluon", "e4m3") and possible("page4_attention_triton", "int8")
+    assert not possible("page4_attention_gluon", "int8")
+    for kernel in ("page4_attention_gluon", "page4_attention_triton", "qsa_prepare_triton"):
+        assert not possible(kernel, "fp32")
+
+
+@NEEDS_CPU
+@pytest.mark.parametrize("kernel", ["index_scores_triton", "qsa_prepare_triton"])
+def test_all_candidates_of_the_other_kernels_are_right_and_errors_are_found(kernel: str) -> None:
+    cell = small_cell(kernel, context=45, rows=5, kv_format="e4m3", index_dim=32)
+    found = Candidates.of(cell, cpu_machine(), seed=0)
+    bench = Bench(cell, cpu_machine(copies=1), seed=0)
+    some = found.configs[::16] if kernel == "index_scores_triton" else found.configs
+    assert [bench.difference(config) for config in some] == [None] * len(some)
+    (inputs,) = bench.inputs
+    if kernel == "index_scores_triton":
+        inputs.index_q.mul_(1.5)
+        assert "a score is off by" in (bench.difference(found.default) or "")
+    else:
+        inputs.v.mul_(1.5)
+        assert "V differs in" in (bench.difference(found.default) or "")
 
 
 def rows_of(cell: Cell, splits: int, day: str = "2026-11-29") -> list[dict[str, object]]:
