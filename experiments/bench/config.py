@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -34,6 +35,8 @@ class BenchConfig:
         implementations: of attention: ``gluon``, ``triton``, ``pytorch`` (gather and SDPA) and ``vllm`` (its
             sparse decode kernel, where that package is installed). Other kernels have ``triton`` alone.
         device: ``auto`` and ``cuda`` are the same: only a GPU is timed.
+        kernel_configs: tuned configurations of the kernels: those ``shipped`` with the package, a folder that
+            ``page4 autotune`` wrote, or ``defaults``: none.
         seed: of all random inputs.
         bars: measure the cells that have a goal, in e4m3 and fp16.
         sweep: see above; ``none`` leaves the cells with goals.
@@ -51,6 +54,7 @@ class BenchConfig:
     kernels: tuple[Kernel, ...] = KERNELS
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     device: Literal["auto", "cuda"] = "auto"
+    kernel_configs: Literal["shipped", "defaults"] | Path = "shipped"
     seed: int = 0
     bars: bool = True
     sweep: Literal["none", "axes", "product"] = "axes"

@@ -11,6 +11,7 @@ from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.measure import ABSENT_COLUMNS, COLUMNS, KEY, measure
 from page4.experiments.bench.report import write_report
 from page4.experiments.bench.warmup import compile_tasks, run_tasks
+from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import SampleStore
@@ -36,14 +37,18 @@ def run(
     if machine is None:
         config = config.resolve()
         machine = Machine.gpu(config.replays)
-    with ResultFolder(out, config) as results:
+    with (
+        study_kernels("triton", config.kernel_configs, machine.device.type) as kernels,
+        ResultFolder(out, config, inputs=kernels.digests) as results,
+    ):
         rows = results.samples(COLUMNS, KEY, "bench.csv")
         absent = results.samples(ABSENT_COLUMNS, KEY, "absent.csv")
         try:
             _measure(config, machine, rows, absent, progress)
         finally:  # an interrupted bench has a report of what it measured
             summary = write_report(results, rows.rows, absent.rows)
-        results.finish(copy_bandwidth=machine.copy_bandwidth, launch_us=machine.launch_us)
+        ceilings = {"copy_bandwidth": machine.copy_bandwidth, "launch_us": machine.launch_us}
+        results.finish(**ceilings, **kernels.provenance())
     return summary
 
 

@@ -107,7 +107,7 @@ def _padding(shape: StepShape, device: torch.device) -> RowGroups:
 
 
 def hollow_attention(shape: StepShape, device: torch.device) -> AttentionInputs:
-    """Inputs that look like those of the shape to a compiler, in next to no memory."""
+    """Inputs that look like those of the shape to a compiler, without its cache."""
     groups = _padding(shape, device)
     plan = empty_plan(groups, plan_capacity(shape.rows_per_group, shape.topk, shape.max_blocks))
     plan.counts.zero_()
@@ -116,9 +116,9 @@ def hollow_attention(shape: StepShape, device: torch.device) -> AttentionInputs:
     int8 = shape.kv_format == "int8"
     scales = torch.ones(page, device=device) if int8 else None
     dtype = torch.float32 if shape.kv_format == "fp32" else torch.float16
-    # Strides of 0 are multiples of 16, like the real ones.
-    q = torch.zeros(1, 1, shape.head_dim, dtype=dtype, device=device)
-    q = q.expand(shape.total_rows, shape.query_heads, -1)
+    rows = (shape.total_rows, shape.query_heads)
+    q = torch.empty(*rows, shape.head_dim, dtype=dtype, device=device)
+    gate = torch.empty(*rows, 2 * shape.head_dim, dtype=dtype, device=device)[..., shape.head_dim :]
     return AttentionInputs(
         q=q,
         k_pages=pages,
@@ -130,7 +130,7 @@ def hollow_attention(shape: StepShape, device: torch.device) -> AttentionInputs:
         k_scale=static_scale(shape.kv_format),
         v_scale=static_scale(shape.kv_format),
         softmax_scale=shape.head_dim**-0.5,
-        gate=q,
+        gate=gate,
         k_token_scales=scales,
         v_token_scales=scales,
     )

@@ -190,6 +190,7 @@ def test_hollow_inputs_look_like_the_real_ones() -> None:
         (real,) = attention_case.attention_copies(cell.shape, DEVICE)
         hollow = hollow_attention(cell.shape, DEVICE)
         assert hollow.q.shape == real.q.shape and hollow.q.dtype == real.q.dtype
+        assert hollow.q.stride() == real.q.stride() and hollow.gate_strides == real.gate_strides
         assert hollow.plan.blocks.shape == real.plan.blocks.shape
         assert hollow.block_tables.shape == real.block_tables.shape
         assert hollow.k_pages.shape[1:] == real.k_pages.shape[1:]

@@ -95,6 +95,8 @@ def test_the_folder_says_where_it_comes_from(finished: tuple[Path, dict[str, Any
     out, _, _ = finished
     (recorded,) = json.loads((out / "provenance.json").read_text(encoding="utf-8"))["runs"]
     assert recorded["finished"] and recorded["copy_bandwidth"] > 0 and recorded["versions"]["torch"]
+    assert recorded["kernel_configs"]["source"] == "shipped"
+    assert {used["kernel"] for used in recorded["kernel_configs"]["used"]} >= {"page4_attention_triton"}
     assert "sweep: axes" in (out / "config.yaml").read_text(encoding="utf-8")
 
 
@@ -207,6 +209,13 @@ def test_bad_input_is_one_line(
     assert run_command(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_folder_of_configurations_must_exist(tmp_path: Path) -> None:
+    config = small_config(kernels=("index_scores",), kernel_configs=tmp_path / "nowhere")
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        run(config, tmp_path / "out", machine=small_machine())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_another_bench_is_refused(
