@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from page4.experiments.bench.baseline import GatherAttention
-from page4.experiments.bench.case import Case, Contender
+from page4.experiments.bench.case import Case, Contender, settings
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig, Implementation
 from page4.experiments.bench.copies import choose_copies
@@ -127,11 +127,10 @@ def _own(
             calls.append(functools.partial(attend, inputs))
         else:
             calls.append(functools.partial(_step, attend, inputs, plans[index]))
-    settings = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(choice.config).items())
     is_chosen = chosen(copies[0], "auto").implementation == name
     planned = None if plans is None else plans[-1].plan
     check = functools.partial(_check_own, calls[-1], copies[-1], planned, checked)
-    return Contender(name, calls, check, f"{settings} ({choice.source})", is_chosen)
+    return Contender(name, calls, check, f"{settings(choice.config)} ({choice.source})", is_chosen)
 
 
 def _step(

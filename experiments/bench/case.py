@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from page4.experiments.bench.machine import Launches
 from page4.experiments.bench.reference import Check
@@ -46,3 +48,8 @@ class Case:
     copies: int
     cold: bool
     absent: dict[str, str] = field(default_factory=dict)
+
+
+def settings(config: Any) -> str:
+    """A kernel's configuration, a dataclass, in words: ``splits 4, num_warps 8``."""
+    return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from page4.experiments.bench.case import Case, Contender
+from page4.experiments.bench.case import Case, Contender, settings
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
 from page4.experiments.bench.copies import choose_copies
@@ -24,6 +25,7 @@ from page4.experiments.kernel_cases import (
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.codecs import STORAGE_DTYPES, decode_kv, encode_int8_rows, encode_kv
 from page4.kernels.norm_rope import apply_rope, rms_norm_zero_centred, rotary_cos_sin
+from page4.kernels.qsa_configs import prepare_config
 from page4.kernels.qsa_prepare import PAGE_TOKENS, update_index_keys
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
 
@@ -36,12 +38,18 @@ def prepare_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     count, cold = choose_copies(machine, floor, memory, config.max_copies)
     copies = prepare_copies(shape, machine.device, config.seed, count)
     checked = sample_groups(shape.requests, config.check_groups, config.seed)
-    q, index_q = _outputs(copies[0])
+    first = copies[0]
+    q, index_q = _outputs(first)
+    chosen = prepare_config(first.q_gate, first.k, first.index, first.storage)
     launches = [
-        functools.partial(qsa_prepare_triton, **vars(inputs), q=q, index_q=index_q) for inputs in copies
+        functools.partial(
+            qsa_prepare_triton, **vars(inputs), q=q, index_q=index_q, rows_per_program=chosen.rows_per_program
+        )
+        for inputs in copies
     ]
-    check = functools.partial(check_prepare, copies[-1], PrepareReference.of(copies[-1], checked))
-    return Case(floor, [Contender("triton", launches, check)], count, cold)
+    reference = PrepareReference.of(copies[-1], checked)
+    check = functools.partial(check_prepare, copies[-1], reference, q, index_q, launches[-1])
+    return Case(floor, [Contender("triton", launches, check, settings(chosen))], count, cold)
 
 
 def prepare_bytes(shape: StepShape) -> int:
@@ -141,18 +149,23 @@ class PrepareReference:
         )
 
 
-def check_prepare(inputs: PrepareInputs, reference: PrepareReference) -> Check:
-    """Run a launch and compare what it writes for the reference's requests.
+def check_prepare(
+    inputs: PrepareInputs,
+    reference: PrepareReference,
+    q: Tensor,
+    index_q: Tensor,
+    launch: Callable[[], object],
+) -> Check:
+    """Run the inputs' launch, which writes ``q`` and ``index_q``, and compare the reference's requests.
 
     Permitted: two roundings of the activations' dtype (norm, rotation) for q, index q and K, one for
     compressed keys, FP32 arithmetic, and for K the distance to the format's nearest number besides. V and raw
     keys must be exact.
     """
     storage, rows = inputs.storage, reference.rows
-    q, index_q = _outputs(inputs)
     for written in (q, index_q):
         written.fill_(torch.nan)
-    qsa_prepare_triton(**vars(inputs), q=q, index_q=index_q)
+    launch()
     rounding = torch.finfo(q.dtype).eps / 2
     permitted = 2 * rounding + 1e-5
     error = 0.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from page4.experiments.bench.attention_case import same_plan
-from page4.experiments.bench.case import Case, Contender
+from page4.experiments.bench.case import Case, Contender, settings
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
 from page4.experiments.bench.copies import choose_copies
@@ -25,6 +26,7 @@ from page4.kernels.block_plan import BLOCK_TOKENS, PackedPlan, RowGroups, pack_p
 from page4.kernels.block_select import select_blocks, union_plan
 from page4.kernels.block_select_triton import select_plan_triton
 from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.qsa_configs import scores_config
 
 _PLAN_ENTRY = 8  # bytes: a block and a mask
 
@@ -39,9 +41,11 @@ def scores_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     count, cold = choose_copies(machine, floor, memory, config.max_copies)
     copies = score_copies(shape, machine.device, config.seed, count)
     checked = sample_groups(len(copies[-1].groups.rows), config.check_groups, config.seed)
-    launches = [functools.partial(index_scores_triton, *vars(inputs).values()) for inputs in copies]
-    check = functools.partial(check_scores, copies[-1], checked)
-    return Case(floor, [Contender("triton", launches, check)], count, cold)
+    first = copies[0]
+    chosen = scores_config(first.index_q, first.compressed_pages, first.groups, first.scores)
+    launches = [functools.partial(index_scores_triton, **vars(inputs), config=chosen) for inputs in copies]
+    check = functools.partial(check_scores, copies[-1], checked, launches[-1])
+    return Case(floor, [Contender("triton", launches, check, settings(chosen))], count, cold)
 
 
 def select_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
@@ -54,7 +58,7 @@ def select_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     launches = [functools.partial(select_plan_triton, *vars(inputs).values()) for inputs in copies]
     launches[0]()
     floor = 4 * _visible_scores(shape) + _PLAN_ENTRY * int(copies[0].plan.counts.sum())
-    check = functools.partial(check_selection, copies[-1], checked)
+    check = functools.partial(check_selection, copies[-1], checked, launches[-1])
     return Case(floor, [Contender("triton", launches, check)], count, cold)
 
 
@@ -64,13 +68,13 @@ def _visible_scores(shape: StepShape) -> int:
     return shape.requests * sum((position + 1) // BLOCK_TOKENS for position in positions)
 
 
-def check_scores(inputs: ScoreInputs, checked: list[int]) -> Check:
-    """Run a launch and compare all scores of the chosen groups with float64.
+def check_scores(inputs: ScoreInputs, checked: list[int], launch: Callable[[], object]) -> Check:
+    """Run the inputs' launch and compare all scores of the chosen groups with float64.
 
     Permitted: FP32 sums of ``Di`` products and ``Hi`` heads, in any order.
     """
     inputs.scores.fill_(torch.nan)
-    index_scores_triton(*vars(inputs).values())
+    launch()
     groups, error = inputs.groups, 0.0
     dim, per_page = inputs.index_q.shape[2], inputs.compressed_pages.shape[1]
     for group in checked:
@@ -90,10 +94,10 @@ def check_scores(inputs: ScoreInputs, checked: list[int]) -> Check:
     return Check(error, len(checked), len(groups.rows))
 
 
-def check_selection(inputs: SelectInputs, checked: list[int]) -> Check:
-    """Run a launch and compare the plans of the chosen groups with the reference, bit for bit."""
+def check_selection(inputs: SelectInputs, checked: list[int], launch: Callable[[], object]) -> Check:
+    """Run the inputs' launch and compare the plans of the chosen groups with the reference, bit for bit."""
     inputs.plan.counts.fill_(-1)
-    select_plan_triton(*vars(inputs).values())
+    launch()
     plan, groups, error = inputs.plan, inputs.groups, 0.0
     for group in checked:
         start, size = int(groups.start[group]), int(groups.rows[group])

@@ -32,6 +32,7 @@ from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.page4_attention_dispatch import chosen, page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
+from page4.kernels.qsa_configs import prepare_config, scores_config
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
@@ -51,8 +52,7 @@ def compile_tasks(cells: Iterable[Cell], config: BenchConfig, device: torch.devi
     for cell in cells:
         shape = cell.shape
         if cell.kernel == "qsa_prepare":
-            few = shape.total_rows <= 64
-            key: Any = (cell.kernel, shape.query_heads, shape.kv_heads, shape.kv_format, few)
+            key: Any = (cell.kernel, shape.query_heads, shape.kv_heads, shape.kv_format, shape.total_rows)
             tasks.setdefault(key, functools.partial(_prepare, shape, device))
         elif cell.kernel == "index_scores":
             key = (cell.kernel, shape.rows, shape.requests, shape.max_blocks)
@@ -138,14 +138,14 @@ def hollow_attention(shape: StepShape, device: torch.device) -> AttentionInputs:
 
 def _scores(shape: StepShape, device: torch.device) -> None:
     rows = shape.total_rows
-    index_scores_triton(
-        torch.zeros(rows, INDEX_HEADS, shape.index_dim, dtype=torch.float16, device=device),
-        torch.zeros(1, PAGE_TOKENS // BLOCK_TOKENS, shape.index_dim, dtype=torch.float16, device=device),
-        torch.zeros(shape.requests, shape.pages, dtype=torch.int64, device=device),
-        torch.full((rows,), -1, device=device),
-        _padding(shape, device),
-        torch.empty(rows, shape.max_blocks, device=device),
-    )
+    index_q = torch.zeros(rows, INDEX_HEADS, shape.index_dim, dtype=torch.float16, device=device)
+    per_page = PAGE_TOKENS // BLOCK_TOKENS
+    keys = torch.zeros(1, per_page, shape.index_dim, dtype=torch.float16, device=device)
+    tables = torch.zeros(shape.requests, shape.pages, dtype=torch.int64, device=device)
+    positions, groups = torch.full((rows,), -1, device=device), _padding(shape, device)
+    scores = torch.empty(rows, shape.max_blocks, device=device)
+    config = scores_config(index_q, keys, groups, scores)
+    index_scores_triton(index_q, keys, tables, positions, groups, scores, config)
 
 
 def _select(shape: StepShape, device: torch.device) -> None:
@@ -171,23 +171,27 @@ def _prepare(shape: StepShape, device: torch.device) -> None:
     scales = torch.ones(page, device=device) if shape.kv_format == "int8" else None
     ring_rows = BLOCK_TOKENS * -(-(BLOCK_TOKENS + DRAFT_TOKENS) // BLOCK_TOKENS)
     tables = zeros(shape.requests, shape.pages, dtype=torch.int64)
+    storage = QSAStorage(
+        shape.kv_format,
+        zeros(*page, dim, dtype=storage_dtype),
+        zeros(*page, dim, dtype=storage_dtype),
+        zeros(shape.requests, ring_rows, index_dim),
+        zeros(1, PAGE_TOKENS // BLOCK_TOKENS, index_dim),
+        scale,
+        scale,
+        scales,
+        scales,
+    )
+    q_gate, k = zeros(rows, shape.query_heads, 2 * dim), zeros(rows, shape.kv_heads, dim)
+    index = zeros(rows, (INDEX_HEADS + 1) * index_dim)
     qsa_prepare_triton(
-        zeros(rows, shape.query_heads, 2 * dim),
-        zeros(rows, shape.kv_heads, dim),
-        zeros(rows, shape.kv_heads, dim),
-        zeros(rows, (INDEX_HEADS + 1) * index_dim),
+        q_gate,
+        k,
+        k,
+        index,
         QSANorms(zeros(dim), zeros(dim), zeros(index_dim), zeros(index_dim)),
         zeros(shape.context, min(ROTARY_DIM, dim, index_dim), dtype=torch.float32),
         StepRows.of([], [], tables, rows=rows),
-        QSAStorage(
-            shape.kv_format,
-            zeros(*page, dim, dtype=storage_dtype),
-            zeros(*page, dim, dtype=storage_dtype),
-            zeros(shape.requests, ring_rows, index_dim),
-            zeros(1, PAGE_TOKENS // BLOCK_TOKENS, index_dim),
-            scale,
-            scale,
-            scales,
-            scales,
-        ),
+        storage,
+        rows_per_program=prepare_config(q_gate, k, index, storage).rows_per_program,
     )

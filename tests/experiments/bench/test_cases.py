@@ -70,8 +70,8 @@ def shifted_plan(real: Callable[..., Any]) -> Callable[..., Any]:
 def nudged_scores(real: Callable[..., Any]) -> Callable[..., Any]:
     """The real scores, one of them off by a hundredth."""
 
-    def wrong(*args: Any) -> Any:
-        scores = real(*args)
+    def wrong(**kwargs: Any) -> Any:
+        scores = real(**kwargs)
         scores[0, 3] += 0.01
         return scores
 
@@ -202,8 +202,9 @@ def test_every_kernel_is_compiled_once() -> None:
     config = small_config(implementations=("triton",), requests=(2, 1), formats=("e4m3", "int8"))
     tasks = compile_tasks(plan_cells(config), config, DEVICE)
     kinds = [key[0] for key in tasks]
-    assert kinds.count("qsa_prepare") == 2 and kinds.count("block_select") == 1
-    assert kinds.count("index_scores") == 2  # the number of requests decides how it is split
+    assert kinds.count("block_select") == 1
+    # The number of rows may decide the configuration: a prompt and two steps, the first two in two formats.
+    assert kinds.count("qsa_prepare") == 5 and kinds.count("index_scores") == 2
     seen: list[str] = []
 
     class Count(Silent):
