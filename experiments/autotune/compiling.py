@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -14,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import triton
 
 from page4.experiments.autotune.outline import Outline
 from page4.experiments.autotune.problems import PROBLEMS
@@ -28,31 +28,26 @@ class Compiled:
     spills: int = 0
 
 
-_functions: list[Any] = []  # that this process has compiled, for any configuration
-
-
 def compile_configuration(kernel: str, outline: Outline, config: Any, device: torch.device) -> Compiled:
     """Compile all that a kernel launches for inputs with an outline, and load it on the device."""
-    for function in _functions:
+    functions = compiled_functions()
+    for function in functions:
         function.device_caches.clear()  # afterwards they hold what this configuration needs, and no more
-    earlier = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = _remember
     try:
         PROBLEMS[kernel].run(outline.zeros(device), config)
         if device.type == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # compilers raise anything
         return Compiled(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-    finally:
-        triton.knobs.runtime.jit_post_compile_hook = earlier
-    caches = (cache for function in _functions for cache, *_ in function.device_caches.values())
+    caches = (cache for function in functions for cache, *_ in function.device_caches.values())
     return Compiled(spills=max((binary.n_spills for cache in caches for binary in cache.values()), default=0))
 
 
-def _remember(*, fn: Any, **details: Any) -> None:
-    """Note a function that Triton has compiled; the interpreter compiles none."""
-    if not any(function is fn.jit_function for function in _functions):
-        _functions.append(fn.jit_function)
+def compiled_functions() -> list[Any]:
+    """Triton's functions in the kernels' modules; none under the interpreter, which compiles nothing."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("page4.kernels.")]
+    found = {id(value): value for module in modules for value in vars(module).values()}
+    return [value for value in found.values() if hasattr(value, "device_caches")]
 
 
 Compile = Callable[[str, Outline, Any, torch.device], Compiled]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -73,6 +75,21 @@ def test_what_compiles_and_what_does_not() -> None:
     compiled = compile_configuration("page4_attention_gluon", outline(kv_format="fp32"), CONFIG, CPU)
     assert compiled.error is not None
     assert compiled.error.startswith("InputError: the Gluon kernel") and "\n" not in compiled.error
+
+
+def test_all_kernels_that_may_spill_are_looked_at() -> None:
+    program = (
+        "from page4.experiments.autotune.compiling import compiled_functions as f;"
+        "print(*(function.fn.__name__ for function in f()))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    )
+    expected = {"page4_attention_kernel", "merge_kernel", "index_scores_kernel", "qsa_prepare_kernel"}
+    names = set(run.stdout.split())
+    assert expected <= names
+    assert any("gluon" in name or "ampere" in name for name in names)
 
 
 @NEEDS_CPU
