@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import typing
+from typing import Any, Literal, get_origin
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.errors import InputError
@@ -44,20 +46,28 @@ def longest_turns(inputs: AttentionInputs, tile_tokens: int) -> int:
 def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memory: int) -> list[GluonConfig]:
     """Gluon configurations whose tiles have room in registers and shared memory (bytes of a program)."""
     programs = inputs.groups * inputs.kv_heads
+    tiles = itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4), named_choices(GluonConfig))
     candidates = []
-    for num_warps, tile_tokens, num_stages in itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4)):
+    for num_warps, tile_tokens, num_stages, names in tiles:
         try:
-            GluonConfig(1, tile_tokens, num_warps, num_stages).check(inputs.head_dim)
+            GluonConfig(1, tile_tokens, num_warps, num_stages, **names).check(inputs.head_dim)
         except InputError:
             continue
         # One tile is in registers while the others are in shared memory.
         if tile_registers(inputs, tile_tokens, num_warps, tiles=1) > _REGISTERS:
             continue
         for splits in split_counts(programs, longest_turns(inputs, tile_tokens), multiprocessors):
-            config = GluonConfig(splits, tile_tokens, num_warps, num_stages)
+            config = GluonConfig(splits, tile_tokens, num_warps, num_stages, **names)
             if gluon_shared_bytes(inputs, config) <= shared_memory:
                 candidates.append(config)
     return candidates
+
+
+def named_choices(config: type[Any]) -> list[dict[str, Any]]:
+    """Every combination of the names that a configuration's fields can choose from; [{}] without such."""
+    hints = typing.get_type_hints(config)
+    choices = {name: typing.get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return [dict(zip(choices, names, strict=True)) for names in itertools.product(*choices.values())]
 
 
 def plain_candidates(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -11,6 +14,7 @@ from page4.experiments.autotune.space import (
     gluon_candidates,
     gluon_shared_bytes,
     longest_turns,
+    named_choices,
     plain_candidates,
     split_counts,
     tile_registers,
@@ -18,6 +22,7 @@ from page4.experiments.autotune.space import (
 from page4.experiments.kernel_cases import attention_copies
 from page4.kernels.page4_attention_gluon import GluonConfig
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
+from page4.kernels.page4_attention_triton import AttentionConfig
 from tests.experiments.autotune.cpu_machine import CPU, cpu_machine, small_cell, small_step
 
 SHARED = 227 * 1024
@@ -85,6 +90,22 @@ def test_the_default_is_among_what_is_compiled_and_comes_first() -> None:
     found = Candidates.of(small_cell(), cpu_machine(), seed=0)
     assert found.configs[0] == found.default
     assert len(set(found.configs)) == len(found.configs) > 10
+
+
+def test_fields_that_choose_between_names_are_tried_with_every_name() -> None:
+    @dataclass
+    class Config:
+        splits: int
+        instruction: Literal["mma", "wgmma"] = "mma"
+        order: Literal["up", "down"] = "up"
+
+    assert named_choices(Config) == [
+        {"instruction": "mma", "order": "up"},
+        {"instruction": "mma", "order": "down"},
+        {"instruction": "wgmma", "order": "up"},
+        {"instruction": "wgmma", "order": "down"},
+    ]
+    assert named_choices(AttentionConfig) == [{}]
 
 
 def test_rings_that_no_program_can_have_are_not_tried() -> None:
