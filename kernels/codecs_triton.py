@@ -95,7 +95,7 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
 
 @triton.jit
 def magnitude_bits(b_x):
-    """``|x|`` of FP32 values as int32, whose maximum over a row :func:`int8_scale` takes; NaN is above all."""
+    """``|x|`` of FP32 values as int32, whose row maximum :func:`int8_scale` takes; NaN is above all."""
     return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
