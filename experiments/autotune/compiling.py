@@ -22,10 +22,17 @@ from page4.experiments.autotune.problems import PROBLEMS
 
 @dataclass(frozen=True)
 class Compiled:
-    """Whether a configuration compiled: the error in one line, and registers that spill to local memory."""
+    """Whether a configuration compiled.
+
+    Attributes:
+        error: why not, in one line.
+        spills: registers that spill to local memory.
+        device_lost: the launch left the process without a usable device.
+    """
 
     error: str | None = None
     spills: int = 0
+    device_lost: bool = False
 
 
 def compile_configuration(kernel: str, outline: Outline, config: Any, device: torch.device) -> Compiled:
@@ -38,9 +45,20 @@ def compile_configuration(kernel: str, outline: Outline, config: Any, device: to
         if device.type == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # compilers raise anything
-        return Compiled(error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return Compiled(error=message, device_lost=not _usable(device))
     caches = (cache for function in functions for cache, *_ in function.device_caches.values())
     return Compiled(spills=max((binary.n_spills for cache in caches for binary in cache.values()), default=0))
+
+
+def _usable(device: torch.device) -> bool:
+    """Whether a process can still use its device; after an access to a wrong address it never can."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def compiled_functions() -> list[Any]:
@@ -95,10 +113,12 @@ class CompilerPool:
             self._local.process = process
             self._processes.append(process)
         try:
-            return process.submit(self._compile, kernel, outline, config, self._device).result()
+            compiled = process.submit(self._compile, kernel, outline, config, self._device).result()
         except BrokenProcessPool:
-            self._local.process = None
-            return Compiled(error="the compiler crashed")
+            compiled = Compiled(error="the compiler crashed", device_lost=True)
+        if compiled.device_lost:
+            self._local.process = None  # the next configuration gets a new one
+        return compiled
 
 
 def _ignore_interrupts() -> None:

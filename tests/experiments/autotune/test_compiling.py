@@ -32,6 +32,12 @@ def crash_on_three_splits(kernel: str, outline: Outline, config: Any, device: to
     return Compiled(spills=config.splits)
 
 
+def lose_the_device_on_three_splits(
+    kernel: str, outline: Outline, config: Any, device: torch.device
+) -> Compiled:
+    return Compiled(spills=os.getpid(), device_lost=config.splits == 3)
+
+
 @pytest.mark.parametrize("kv_format", ["e4m3", "int8", "fp32"])
 def test_an_outline_keeps_all_that_compilation_depends_on(kv_format: str) -> None:
     inputs = attention_copies(small_step(kv_format=kv_format), CPU)[0]
@@ -103,4 +109,17 @@ def test_a_crash_costs_one_configuration() -> None:
     shape = outline()
     with CompilerPool(1, CPU, crash_on_three_splits) as pool:
         results = [future.result() for future in [pool.submit(KERNEL, shape, config) for config in configs]]
-    assert results == [Compiled(spills=2), Compiled(error="the compiler crashed"), Compiled(spills=4)]
+    assert results == [
+        Compiled(spills=2),
+        Compiled("the compiler crashed", device_lost=True),
+        Compiled(spills=4),
+    ]
+
+
+def test_a_process_that_lost_its_device_compiles_no_more() -> None:
+    shape = outline()
+    with CompilerPool(1, CPU, lose_the_device_on_three_splits) as pool:
+        first, lost, last = (
+            pool.submit(KERNEL, shape, AttentionConfig(splits, 16, 4, 1)).result() for splits in (2, 3, 4)
+        )
+    assert first.spills == lost.spills != last.spills  # process ids
