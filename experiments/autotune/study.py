@@ -66,10 +66,7 @@ def run(
     machine = machine or this_gpu(config.replays)
     started = machine.now()
     progress = progress or Silent()
-    problems = [PROBLEMS[name] for name in config.kernel_names]
-    cells = [Cell(problem, step) for step in config.steps for problem in problems if problem.possible(step)]
-    # Of steps with one key the first, most important one decides.
-    cells = list({(cell.kernel, cell.key): cell for cell in reversed(cells)}.values())[::-1]
+    cells = plan_cells(config)
     if not cells:
         raise InputError("none of these kernels reads any of these KV formats")
     inputs = {"gpu": machine.gpu, "triton": triton_version(), "kernels": _kernel_digest()}
@@ -102,6 +99,19 @@ def run(
         folder.write_json("summary.json", summary)
         folder.finish()
     return summary
+
+
+def plan_cells(config: AutotuneConfig) -> list[Cell]:
+    """Every kernel at every step that it can run, in the order of importance.
+
+    Of steps with one key the first decides, and the others are left out.
+    """
+    cells: dict[tuple[str, Any], Cell] = {}
+    for step in config.steps:
+        for problem in (PROBLEMS[name] for name in config.kernel_names):
+            if problem.possible(step):
+                cells.setdefault((problem.name, problem.key(step)), Cell(problem, step))
+    return list(cells.values())
 
 
 def _tune(

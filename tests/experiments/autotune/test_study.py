@@ -15,7 +15,7 @@ from page4.experiments.autotune.problem import Bench, Candidates, Cell
 from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.record import TRIAL_COLUMNS, Result, record, results, table, trial_rows
 from page4.experiments.autotune.shipped import entry_rows, shipped_files
-from page4.experiments.autotune.study import try_all
+from page4.experiments.autotune.study import plan_cells, try_all
 from page4.experiments.cli import run as run_command
 from page4.experiments.kernel_cases import attention_copies
 from page4.experiments.samples import read_samples
@@ -145,6 +145,24 @@ def test_the_other_kernels_are_recorded_under_the_keys_of_their_inputs(rows: int
     (prepare,) = PROBLEMS["qsa_prepare_triton"].copies(step, CPU, 0, 1)
     expected = PrepareKey.of(prepare.q_gate, prepare.k, prepare.index, prepare.storage)
     assert PROBLEMS["qsa_prepare_triton"].key(step) == expected
+
+
+def test_cells_are_in_the_order_of_importance_and_one_for_a_key() -> None:
+    longer = (*SHAPE[:5], 1000, SHAPE[6])  # another key for scores and attention, not for the prepare kernel
+    config = small_config(kernels=(), shapes=(SHAPE, longer), kv_formats=("fp16", "int8"))
+    found = [(cell.kernel, cell.step.context, cell.step.kv_format) for cell in plan_cells(config)]
+    assert found == [
+        ("page4_attention_gluon", 20, "fp16"),
+        ("page4_attention_triton", 20, "fp16"),
+        ("index_scores_triton", 20, "fp16"),
+        ("qsa_prepare_triton", 20, "fp16"),
+        ("page4_attention_triton", 20, "int8"),
+        ("qsa_prepare_triton", 20, "int8"),
+        ("page4_attention_gluon", 1000, "fp16"),
+        ("page4_attention_triton", 1000, "fp16"),
+        ("index_scores_triton", 1000, "fp16"),
+        ("page4_attention_triton", 1000, "int8"),
+    ]
 
 
 def test_every_tunable_kernel_is_a_problem() -> None:
