@@ -168,12 +168,17 @@ def test_a_rotation_at_the_next_position_is_wrong(kv_format: str, monkeypatch: p
     assert wrong(shares_of(inputs_of(kv_format))) == {"q", "index_q", "k", "compressed"}
 
 
+def nearer_to_zero(x: Tensor) -> Tensor:
+    """The next number of a float format of two bytes: the sign is the highest bit."""
+    return (x.view(torch.int16) - 1).view(x.dtype)
+
+
 def norm_toward_zero(x: Tensor, weight: Tensor) -> Tensor:
     """The norm, its result cut off where it must be rounded."""
     wide = rms_norm_zero_centred(x.float(), weight)
     nearest = wide.to(x.dtype)
     too_far = nearest.double().abs() > wide.double().abs()
-    return torch.where(too_far, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
+    return torch.where(too_far, nearer_to_zero(nearest), nearest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -196,9 +201,9 @@ def test_stored_numbers_that_are_cut_off_are_wrong(kv_format: str) -> None:
         if kv_format == "int8":
             nearer = (value - value.sign()).to(torch.int8).view(torch.uint8)
         elif kv_format == "fp16":
-            nearer = torch.nextafter(codes, torch.zeros_like(codes))
+            nearer = nearer_to_zero(codes)
         else:
-            nearer = codes - 1  # in magnitude: the sign is the highest bit
+            nearer = codes - 1
         storage.k_pages[page, :, offset] = torch.where(too_far, nearer, codes)
 
     assert wrong(shares_of(inputs_of(kv_format, torch.float32), cut_off)) == {"k"}
