@@ -25,7 +25,7 @@ CHUNK_BLOCKS = 8192  # scores that one program keeps in registers
 _SEGMENT_WORDS = 256  # bitmap words (of 32 blocks) that one program lists
 _COUNTED_WORDS = 1024  # bitmap words before them that it counts at once
 _LISTED_BLOCKS = 512  # blocks that it lists at once
-_PLAN_WARPS = 4
+_PLAN_WARPS = 8
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def plan_kernel(
     ROWS: tl.constexpr, SEGMENT: tl.constexpr, LEVELS: tl.constexpr, COUNTED: tl.constexpr,
     LISTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program lists the blocks of ``SEGMENT = 2 ** LEVELS`` words of one group's union, ``LISTED`` at a time.
+    """One program lists the blocks of ``SEGMENT = 2 ** LEVELS`` words of a union, ``LISTED`` at a time.
 
     Where its part of the list begins, it finds by counting the union's bits before it, ``COUNTED`` words at a
     time: a few KiB that are in the L2 cache. Every thread then looks for the block of its entry, so that
@@ -356,7 +356,8 @@ def plan_selected_triton(
         plan_kernel[(len(groups.rows), triton.cdiv(words, _SEGMENT_WORDS))](
             workspace.bits, words, positions, groups.start, groups.rows, plan.blocks, plan.counts, plan.masks,
             plan.blocks.shape[1],
-            ROWS=groups.rows_per_group, SEGMENT=_SEGMENT_WORDS, LEVELS=_SEGMENT_WORDS.bit_length() - 1, COUNTED=_COUNTED_WORDS, LISTED=_LISTED_BLOCKS,
+            ROWS=groups.rows_per_group, SEGMENT=_SEGMENT_WORDS, LEVELS=_SEGMENT_WORDS.bit_length() - 1,
+            COUNTED=_COUNTED_WORDS, LISTED=_LISTED_BLOCKS,
             DEPENDENT=dependent, num_warps=_PLAN_WARPS, launch_pdl=dependent,
         )  # fmt: skip
     return plan

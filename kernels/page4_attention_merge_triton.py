@@ -17,7 +17,7 @@ from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_inputs import AttentionInputs
 
 MAX_SPLITS = 64
-_TILE = 2048  # numbers that a program of the merge holds in registers
+_TILE = 4096  # numbers that a program of the merge holds in registers
 
 
 LN2 = tl.constexpr(math.log(2.0))
@@ -95,47 +95,51 @@ def merge_kernel(
     p_part, p_part_lse, p_group_start, p_group_rows, p_gate, stride_gate_row, stride_gate_head, p_out, p_lse,
     v_factor, splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BS: tl.constexpr, BD: tl.constexpr, DEPENDENT: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program merges ``BD`` dimensions of one query head of one row.
+    """One program merges ``BD`` dimensions of ``BM`` members (a row of the group with a query head).
 
     ``lse = max_s lse_s + log2 sum_s 2^(lse_s - max)``, ``out = v_factor * sum_s 2^(lse_s - lse) out_s``.
     All loads begin at once: the parts of rows that a group does not have are read too, and not written.
     """
     start_dependent(DEPENDENT)
-    i_group, i_member, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_row, i_head = i_member // HQ, i_member % HQ
+    i_group, i_part = tl.program_id(0), tl.program_id(2)
+    o_member = tl.program_id(1) * BM + tl.arange(0, BM)
+    o_row, o_head = o_member // HQ, o_member % HQ
     GROUP: tl.constexpr = HQ // HKV
     # Where split 0 keeps this row and head, and how far the next split's is: units of one LSE.
-    o_first = (i_group * splits).to(tl.int64) * HKV + i_head // GROUP
-    o_first = o_first * (ROWS * GROUP) + i_row * GROUP + i_head % GROUP
+    o_first = (i_group * splits).to(tl.int64) * HKV + o_head // GROUP
+    o_first = o_first * (ROWS * GROUP) + o_row * GROUP + o_head % GROUP  # [BM]
     o_split = tl.arange(0, BS)
-    o_part = o_first + o_split * (HKV * ROWS * GROUP)  # [BS]
-    m_split = o_split < splits
+    o_part = o_first[:, None] + o_split[None, :] * (HKV * ROWS * GROUP)  # [BM, BS]
+    m_part = (o_row < ROWS)[:, None] & (o_split < splits)[None, :]
     o_dim = i_part * BD + tl.arange(0, BD)
-    b_lse = tl.load(p_part_lse + o_part, mask=m_split, other=-float("inf"))
-    b_part = tl.load(p_part + o_part[:, None] * D + o_dim[None, :], mask=m_split[:, None], other=0.0)
-    row = (tl.load(p_group_start + i_group) + i_row).to(tl.int64)
-    m_row = i_row < tl.load(p_group_rows + i_group)
+    b_lse = tl.load(p_part_lse + o_part, mask=m_part, other=-float("inf"))
+    p_parts = p_part + o_part[:, :, None] * D + o_dim[None, None, :]
+    b_part = tl.load(p_parts, mask=m_part[:, :, None], other=0.0)  # [BM, BS, BD]
+    m_row = o_row < tl.minimum(tl.load(p_group_rows + i_group), ROWS)
+    o_row = (tl.load(p_group_start + i_group) + o_row).to(tl.int64)
 
-    largest = tl.max(b_lse, axis=0)
+    b_largest = tl.max(b_lse, axis=1)
     # Without any token all are -inf: subtracting 0 instead makes every weight 0 and not NaN.
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    b_weight = tl.exp2(b_lse - shift)  # [BS]
-    total = tl.sum(b_weight, axis=0)
-    m_live = m_row & (total > 0.0)
-    divisor = tl.where(m_live, total, 1.0)
-    lse = tl.where(m_live, shift + tl.log2(divisor), -float("inf"))
+    b_shift = tl.where(b_largest == -float("inf"), 0.0, b_largest)
+    b_weight = tl.exp2(b_lse - b_shift[:, None])  # [BM, BS]
+    b_total = tl.sum(b_weight, axis=1)
+    # A part with NaN makes the total NaN, which stays.
+    m_live = m_row & (b_total != 0.0)
+    b_divisor = tl.where(m_live, b_total, 1.0)
+    b_all = tl.where(m_live, b_shift + tl.log2(b_divisor), -float("inf"))
     # An empty split's part may hold anything.
-    b_part = tl.where((b_lse > -float("inf"))[:, None], b_part, 0.0)
-    b_out = tl.sum(b_part * b_weight[:, None], axis=0) * (v_factor / divisor)  # [BD]
+    b_part = tl.where((b_lse == -float("inf"))[:, :, None], 0.0, b_part)
+    b_out = tl.sum(b_part * b_weight[:, :, None], axis=1) * (v_factor / b_divisor)[:, None]  # [BM, BD]
 
-    o_gate = row * stride_gate_row + i_head * stride_gate_head + o_dim  # [BD]
+    o_gate = (o_row * stride_gate_row + o_head * stride_gate_head)[:, None] + o_dim[None, :]
     # A row without tokens is 0, whatever its gate holds.
-    b_out = gated(b_out, p_gate, o_gate, tl.broadcast_to(m_live, [BD]))
-    o_out = row * HQ + i_head
-    tl.store(p_out + o_out * D + o_dim, b_out.to(p_out.dtype.element_ty), mask=tl.broadcast_to(m_row, [BD]))
-    tl.store(p_lse + o_out, lse * LN2, mask=m_row & (i_part == 0))
+    b_out = gated(b_out, p_gate, o_gate, tl.broadcast_to(m_live[:, None], [BM, BD]))
+    o_out = o_row * HQ + o_head
+    p_write = p_out + o_out[:, None] * D + o_dim[None, :]
+    tl.store(p_write, b_out.to(p_out.dtype.element_ty), mask=tl.broadcast_to(m_row[:, None], [BM, BD]))
+    tl.store(p_lse + o_out, b_all * LN2, mask=m_row & (i_part == 0))
 
 
 def merge_partials(
@@ -149,12 +153,14 @@ def merge_partials(
     plan = inputs.plan
     heads, head_dim = inputs.q.shape[1], inputs.head_dim
     splits = partials.lse.shape[1]
+    members = inputs.rows_per_group * heads
     slots = triton.next_power_of_2(splits)
     width = min(head_dim, max(32, _TILE // slots))
+    taken = min(triton.next_power_of_2(members), max(1, _TILE // (slots * width)))
     dependent = launches_dependents(inputs.q.device)
-    merge_kernel[(inputs.groups, inputs.rows_per_group * heads, head_dim // width)](
+    merge_kernel[(inputs.groups, triton.cdiv(members, taken), head_dim // width)](
         partials.out, partials.lse, plan.group_start, plan.group_rows,
         inputs.gate, *inputs.gate_strides, out, lse, v_factor, splits,
-        HQ=heads, HKV=inputs.kv_heads, D=head_dim, ROWS=inputs.rows_per_group, BS=slots, BD=width,
-        DEPENDENT=dependent, num_warps=max(1, min(4, slots * width // 512)), launch_pdl=dependent,
+        HQ=heads, HKV=inputs.kv_heads, D=head_dim, ROWS=inputs.rows_per_group, BM=taken, BS=slots, BD=width,
+        DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip

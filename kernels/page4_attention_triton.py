@@ -57,9 +57,10 @@ class AttentionConfig:
             raise InputError(f"tile_tokens must be a power of two from {_SMALLEST_DOT} on, got {tile}")
 
 
-def padded_members(inputs: AttentionInputs) -> int:
-    """Rows of the matrix product: a group's rows times a KV head's heads, padded to a power of two >= 16."""
-    return max(_SMALLEST_DOT, triton.next_power_of_2(inputs.rows_per_group * inputs.heads_per_kv))
+def padded_members(inputs: AttentionInputs, head_splits: int = 1) -> int:
+    """Rows of the matrix product: a group's rows times a program's heads, padded to a power of two >= 16."""
+    heads = inputs.heads_per_kv // head_splits
+    return max(_SMALLEST_DOT, triton.next_power_of_2(inputs.rows_per_group * heads))
 
 
 @cache
@@ -203,7 +204,7 @@ def page4_attention_kernel(
         b_acc = tl.dot(b_p.to(COMPUTE), b_v.to(COMPUTE), b_acc * b_alpha[:, None], input_precision="ieee")
         b_max = b_new_max
 
-    m_live = b_sum > 0.0
+    m_live = b_sum != 0.0  # NaN stays
     b_sum = tl.where(m_live, b_sum, 1.0)
     b_lse = tl.where(m_live, b_max + tl.log2(b_sum), -float("inf"))
     b_out = b_acc * (1.0 / b_sum)[:, None]

@@ -10,12 +10,23 @@ from page4.kernels.errors import InputError
 from .config import Qwen4ExpConfig
 
 
-def checked_backend(name: str, config: Qwen4ExpConfig, dtype: torch.dtype, device_type: str) -> Backend:
+def checked_backend(
+    name: str | None, config: Qwen4ExpConfig, dtype: torch.dtype, device_type: str
+) -> Backend:
     """The backend called ``name``, if it runs a model of this configuration and dtype on this type of device.
+
+    None is ``triton`` on CUDA if its kernels can run the model, and ``reference`` otherwise.
 
     Raises:
         InputError: no such backend, or it cannot run on the device, or has no kernels for the model's sizes.
     """
+    if name is None:
+        if device_type != "cuda":
+            return "reference"
+        try:
+            return checked_backend("triton", config, dtype, device_type)
+        except InputError:
+            return "reference"
     backend = resolve_backend(name, device_type)
     if backend == "triton":
         _check_triton(config, dtype)

@@ -51,7 +51,7 @@ class Qwen4ExpForCausalLM(nn.Module):
         folder: str | Path,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        backend: str = "reference",
+        backend: str | None = None,
     ) -> Self:
         """Load ``config.json`` and safetensors shards.
 
@@ -59,7 +59,8 @@ class Qwen4ExpForCausalLM(nn.Module):
             folder: a Hugging Face model folder.
             dtype: activations and weights; default FP16 on CUDA (a V100 has no BF16) and FP32 elsewhere.
             device: where the model lives.
-            backend: implementation of the hot paths, see :meth:`use_backend`.
+            backend: implementation of the hot paths, see :meth:`use_backend`; default ``triton`` on CUDA if
+                its kernels can run the model, else ``reference``.
         Raises:
             InputError: a file is missing, truncated, or does not fit the config, or the backend cannot run
                 the model here.
@@ -76,8 +77,10 @@ class Qwen4ExpForCausalLM(nn.Module):
         model.use_backend(backend)
         return model.eval().requires_grad_(False)
 
-    def use_backend(self, name: str) -> None:
+    def use_backend(self, name: str | None) -> None:
         """Runs the hot paths on ``reference`` (PyTorch) or ``triton`` kernels; see ``page4.kernels.backend``.
+
+        None chooses as :meth:`from_pretrained` does.
 
         Raises:
             InputError: no such backend, or it cannot run here, or not this model.

@@ -45,7 +45,7 @@ class AcceptanceConfig:
         prompts: Folder of `.txt` files; None is the held-out texts that come with the package.
         texts: Names of the texts to use; empty means all.
         device: "auto" is CUDA when there is one.
-        backend: Implementation of the sparse layers: PyTorch "reference" or "triton" kernels.
+        backend: Implementation of the sparse layers: "triton" kernels (None on CUDA) or PyTorch "reference".
         kernel_configs: Tuned configurations of the kernels: those "shipped" with the package, a folder that
             `page4 autotune` wrote, or "defaults": none.
         seed: Decides anchors, nonces and resampling.
@@ -75,7 +75,7 @@ class AcceptanceConfig:
     prompts: Path | None = None
     texts: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["reference", "triton"] = "reference"
+    backend: Literal["reference", "triton"] | None = None
     kernel_configs: Literal["shipped", "defaults"] | Path = "shipped"
     seed: int = 0
     arms: tuple[tuple[str, str, str, int], ...] = (
@@ -109,6 +109,7 @@ class AcceptanceConfig:
     }
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
+            "backend": "reference",
             "lengths": (1024, 2048, 4096, 8192, 16384),
             "num_prompts": 6,
             "prompt_tokens": 12288,
@@ -117,6 +118,7 @@ class AcceptanceConfig:
             "generation_max_length": 2048,
         },
         "cuda": {
+            "backend": "triton",
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
             "num_prompts": 128,
             "prompt_tokens": 0,

@@ -47,6 +47,7 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
         InputError: The checkpoint, the texts, the configuration or the folder cannot be used.
     """
     config = config.resolve()
+    assert config.backend is not None
     folder = config.model or CHECKPOINT
     _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))

@@ -46,21 +46,34 @@ def longest_turns(inputs: AttentionInputs, tile_tokens: int) -> int:
 def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memory: int) -> list[GluonConfig]:
     """Gluon configurations whose tiles have room in registers and shared memory (bytes of a program)."""
     programs = inputs.groups * inputs.kv_heads
-    tiles = itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4), named_choices(GluonConfig))
+    tiles = itertools.product(
+        (1, 2, 4, 8), (32, 64, 128), (2, 3, 4), named_choices(GluonConfig), head_splits(inputs)
+    )
     candidates = []
-    for num_warps, tile_tokens, num_stages, names in tiles:
+    for num_warps, tile_tokens, num_stages, names, parts in tiles:
         try:
-            GluonConfig(1, tile_tokens, num_warps, num_stages, **names).check(inputs.head_dim)
+            GluonConfig(1, tile_tokens, num_warps, num_stages, head_splits=parts, **names).check(
+                inputs.head_dim, inputs.heads_per_kv
+            )
         except InputError:
             continue
         # One tile is in registers while the others are in shared memory.
-        if tile_registers(inputs, tile_tokens, num_warps, tiles=1) > _REGISTERS:
+        if tile_registers(inputs, tile_tokens, num_warps, tiles=1, parts=parts) > _REGISTERS:
             continue
-        for splits in split_counts(programs, longest_turns(inputs, tile_tokens), multiprocessors):
-            config = GluonConfig(splits, tile_tokens, num_warps, num_stages, **names)
+        turns = longest_turns(inputs, tile_tokens)
+        for splits in split_counts(programs * parts, turns, multiprocessors):
+            config = GluonConfig(splits, tile_tokens, num_warps, num_stages, head_splits=parts, **names)
             if gluon_shared_bytes(inputs, config) <= shared_memory:
                 candidates.append(config)
     return candidates
+
+
+def head_splits(inputs: AttentionInputs) -> list[int]:
+    """Numbers of programs for the heads of a KV head that leave fewer padded members each: 1, and up to 4."""
+    heads = inputs.heads_per_kv
+    divisors = [parts for parts in range(1, min(4, heads) + 1) if heads % parts == 0]
+    members = [padded_members(inputs, parts) for parts in divisors]
+    return [parts for i, parts in enumerate(divisors) if i == 0 or members[i] < members[i - 1]]
 
 
 def named_choices(config: type[Any]) -> list[dict[str, Any]]:
@@ -90,9 +103,11 @@ def tile_bytes(inputs: AttentionInputs, tile_tokens: int) -> int:
     return tile_tokens * inputs.head_dim * inputs.k_pages.element_size()
 
 
-def tile_registers(inputs: AttentionInputs, tile_tokens: int, num_warps: int, tiles: int) -> int:
+def tile_registers(
+    inputs: AttentionInputs, tile_tokens: int, num_warps: int, tiles: int, parts: int = 1
+) -> int:
     """32-bit registers a thread that accumulators, scores and tiles of K and V take at the least."""
-    members = padded_members(inputs)
+    members = padded_members(inputs, parts)
     words = members * (inputs.head_dim + tile_tokens) + tiles * tile_bytes(inputs, tile_tokens) // 4
     return words // (32 * num_warps)
 
@@ -101,4 +116,4 @@ def gluon_shared_bytes(inputs: AttentionInputs, config: GluonConfig) -> int:
     """Bytes of shared memory that a program takes at the least: the rings of K and V, its list, and Q."""
     rings = 2 * config.num_stages * tile_bytes(inputs, config.tile_tokens)
     entries = -(-inputs.plan.blocks.shape[1] // config.splits)
-    return rings + 8 * entries + 2 * padded_members(inputs) * inputs.head_dim
+    return rings + 8 * entries + 2 * padded_members(inputs, config.head_splits) * inputs.head_dim

@@ -303,6 +303,15 @@ def test_the_merge_compiles(capability: int) -> None:
         "p_gate": "*fp16", "stride_gate_row": "i32:16", "stride_gate_head": "i32:16",
         "p_out": "*fp16", "p_lse": "*fp32", "v_factor": "fp32", "splits": "i32",
     }  # fmt: skip
-    constants = {"HQ": 24, "HKV": 2, "D": 256, "ROWS": 4, "BS": 32, "BD": 64, "DEPENDENT": capability >= 90}
+    constants = {
+        "HQ": 24,
+        "HKV": 2,
+        "D": 256,
+        "ROWS": 4,
+        "BM": 1,
+        "BS": 32,
+        "BD": 128,
+        "DEPENDENT": capability >= 90,
+    }
     compiled = compile_for(merge_kernel, signature, constants, capability, num_warps=2)
     assert compiled.stack_bytes == 0

@@ -70,12 +70,15 @@ def test_candidates_are_possible_and_have_room_in_registers(head_dim: int, kv_fo
     gluon, plain = gluon_candidates(inputs, 132, SHARED), plain_candidates(inputs, 132, SHARED)
     assert plain and (gluon or head_dim == 32)
     for config in gluon:
-        config.check(head_dim)
-        assert tile_registers(inputs, config.tile_tokens, config.num_warps, tiles=1) <= 255
+        config.check(head_dim, inputs.heads_per_kv)
+        parts = config.head_splits
+        assert tile_registers(inputs, config.tile_tokens, config.num_warps, tiles=1, parts=parts) <= 255
         assert gluon_shared_bytes(inputs, config) <= SHARED
     for other in plain:
         assert tile_registers(inputs, other.tile_tokens, other.num_warps, tiles=2) <= 255
     assert len(set(gluon)) == len(gluon) and len(set(plain)) == len(plain)
+    # 96, 48 and 32 members are padded to 128, 64 and 32; four programs of 24 members would be no smaller.
+    assert not gluon or {config.head_splits for config in gluon} == {1, 2, 3}
 
 
 def test_bytes_take_half_the_registers_of_halves() -> None:
