@@ -1,9 +1,11 @@
 """Runs the PTX of a kernel on the CPU: so Gluon kernels, which have no interpreter, are tested without a GPU.
 
 All threads of a block advance together over numpy arrays, those with the lowest program counter first. So
-branches that diverge meet again, and barriers have nothing to do: races are not found. Asynchronous copies
-arrive as late as they may, when they are waited for: a wait that is missing is found. Access outside of the
-given tensors are errors. It knows the instructions that our kernels use and refuses any other.
+branches that diverge meet again. Asynchronous copies arrive as late as they may, when they are waited for: a
+wait that is missing is found, and so is a barrier that warps lack between their accesses to shared memory.
+Registers and shared memory that belong to a ``wgmma`` under way must be left alone, and what it multiplies
+must have been fenced. Accesses outside of the given tensors are errors. It knows the instructions that our
+kernels use and refuses any other.
 
 Semantics follow NVIDIA's PTX ISA. Sums of matrix products are rounded once, where a GPU rounds in an order of
 its own; ``ex2`` and ``lg2`` are numpy's.
@@ -21,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from page4.kernels.codecs import decode_e4m3
+from tests.kernels.ptx_shared import SharedMemory
+from tests.kernels.ptx_wgmma import WARPGROUP, Descriptor, InFlight, product
 
 Array = NDArray[Any]
 
@@ -42,6 +46,8 @@ _BITWISE: dict[str, Callable[..., Array]] = {
     "xor": np.bitwise_xor,
 }
 _WARP = 32
+_Copy = tuple[Array, Array, Array]  # addresses, bytes, warps
+_NOTHING_TO_DO = ("griddepcontrol",)
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,12 @@ class Block:
         shared_bytes: int,
     ) -> None:
         self.program, self.memory, self.index, self.threads = program, memory, index, threads
-        self.shared = np.full(shared_bytes, 0xFF, np.uint8)  # NaN, unless it is written first
+        self.shared = SharedMemory(shared_bytes)
+        self.warps = np.arange(threads) // _WARP
         self.registers: dict[str, Array] = {}
-        self.copies: list[list[tuple[Array, Array]]] = [[]]  # groups of (places, bytes); the last one is open
+        self.copies: list[list[_Copy]] = [[]]  # groups; the last one is open
+        self.products = InFlight()
+        self.unfenced_registers: set[str] = set()  # written since wgmma.fence
         self.arguments = {
             name: np.full(threads, value, dtype=_TYPES[kind])
             for (kind, name), value in zip(program.parameters, arguments, strict=True)
@@ -177,7 +186,7 @@ class Block:
                 counter[here] = self.program.labels[instruction.operands[0]]
             elif instruction.opcode == "ret":
                 alive &= ~here
-            elif instruction.opcode != "bar":
+            elif instruction.opcode not in _NOTHING_TO_DO:
                 try:
                     getattr(self, f"_{instruction.opcode}")(instruction, here)
                 except Exception as error:
@@ -202,6 +211,7 @@ class Block:
             return np.full(self.threads, int(operand[2:], 16), np.uint32)
         if re.match(r"-?\d", operand):
             return np.full(self.threads, int(operand.rstrip("U"), 0) % 2 ** (8 * size), _UNSIGNED[size])
+        assert operand not in self.products.registers, f"{operand} belongs to a wgmma under way"
         if operand not in self.registers:
             own = self._size(operand)
             self.registers[operand] = np.zeros(self.threads, _UNSIGNED[own] if own else bool)
@@ -225,6 +235,7 @@ class Block:
             value = np.ascontiguousarray(value)
             value = value.view(_UNSIGNED[value.dtype.itemsize]).astype(_UNSIGNED[size])
         self.registers[register] = np.where(here, value, old)
+        self.unfenced_registers.add(register)
 
     @staticmethod
     def _list(operand: str) -> list[str]:
@@ -258,10 +269,10 @@ class Block:
         else:
             self._write(to, self._read(source, instruction.type), here)
 
-    def _places(self, addresses: Array, size: int) -> Array:
-        assert (addresses % size == 0).all(), "misaligned"
-        assert (addresses + size <= len(self.shared)).all(), "outside of shared memory"
-        return addresses[:, None] + np.arange(size)
+    def _store_shared(self, addresses: Array, data: Array, warps: Array) -> None:
+        places = self.shared.places(addresses, data.shape[1])
+        assert not self.products.reads_any(places), "a wgmma under way reads these bytes"
+        self.shared.store(places, data, warps)
 
     def _ld(self, instruction: Instruction, here: Array) -> None:
         to, source = instruction.operands
@@ -273,7 +284,8 @@ class Block:
         if instruction.modifiers[0] == "global":
             data = self.memory.load(addresses, size * len(names))
         else:
-            data = self.shared[self._places(addresses, size * len(names))]
+            places = self.shared.places(addresses, size * len(names))
+            data = self.shared.load(places, self.warps[here])
         for name, values in zip(names, data.view(_UNSIGNED[size]).T, strict=True):
             whole = np.zeros(self.threads, _UNSIGNED[size])
             whole[here] = values
@@ -288,7 +300,7 @@ class Block:
         if instruction.modifiers[0] == "global":
             self.memory.store(addresses, data)
         else:
-            self.shared[self._places(addresses, data.shape[1])] = data
+            self._store_shared(addresses, data, self.warps[here])
 
     def _cp(self, instruction: Instruction, here: Array) -> None:
         """Asynchronous copies from global to shared memory; all threads are taken to have the same groups."""
@@ -297,8 +309,8 @@ class Block:
             self.copies.append([])
         elif instruction.modifiers[1] == "wait_group":
             finished = len(self.copies) - 1 - int(instruction.operands[0], 0)
-            for places, data in (copy for group in self.copies[: max(0, finished)] for copy in group):
-                self.shared[places] = data
+            for copy in (copy for group in self.copies[: max(0, finished)] for copy in group):
+                self._store_shared(*copy)
             del self.copies[: max(0, finished)]
         else:
             to, source, size, *read = instruction.operands
@@ -307,7 +319,11 @@ class Block:
             full = bytes_read == data.shape[1]
             assert (full | (bytes_read == 0)).all(), "a copy reads everything or nothing"
             data[full] = self.memory.load(self._address(source)[here][full], data.shape[1])
-            self.copies[-1].append((self._places(self._address(to)[here], data.shape[1]), data))
+            addresses, warps = self._address(to)[here], self.warps[here]
+            places = self.shared.places(addresses, data.shape[1])
+            assert not self.products.reads_any(places), "a wgmma under way reads these bytes"
+            self.shared.will_store(places, warps)
+            self.copies[-1].append((addresses, data, warps))
 
     # Arithmetic.
 
@@ -441,24 +457,29 @@ class Block:
         other = {"bfly": lane ^ by, "idx": by}[instruction.modifiers[1]]
         self._write(to.split("|")[0], self._bits(source, 4)[thread - lane + other % _WARP], here)
 
-    def _rows(self, operand: str, matrix: int) -> Array:
-        """Where the eight rows of each warp's matrix lie: bytes ``[warps, 8, 16]``."""
+    def _rows(self, operand: str, matrix: int) -> tuple[Array, Array]:
+        """Addresses of the eight rows of each warp's matrix, and the warps: ``[8 warps]`` each."""
         addresses = self._address(operand).reshape(-1, _WARP)[:, 8 * matrix : 8 * matrix + 8]
-        return self._places(addresses.reshape(-1), 16).reshape(-1, 8, 16)
+        return addresses.reshape(-1), np.arange(len(addresses)).repeat(8)
 
     def _ldmatrix(self, instruction: Instruction, here: Array) -> None:
+        assert here.all(), "not all lanes take part"
         for matrix, name in enumerate(self._list(instruction.operands[0])):
-            halves = self.shared[self._rows(instruction.operands[1], matrix)].view(np.uint16)
+            addresses, warps = self._rows(instruction.operands[1], matrix)
+            rows = self.shared.load(self.shared.places(addresses, 16), warps)
+            halves = rows.view(np.uint16).reshape(-1, 8, 8)
             if "trans" in instruction.modifiers:
                 halves = np.ascontiguousarray(halves.swapaxes(1, 2))
             self._write(name, halves.reshape(-1, 2).view(np.uint32)[:, 0], here)
 
     def _stmatrix(self, instruction: Instruction, here: Array) -> None:
+        assert here.all(), "not all lanes take part"
         for matrix, name in enumerate(self._list(instruction.operands[1])):
             halves = self._read(name, "b32").view(np.uint16).reshape(-1, 8, 8)
             if "trans" in instruction.modifiers:
                 halves = np.ascontiguousarray(halves.swapaxes(1, 2))
-            self.shared[self._rows(instruction.operands[0], matrix)] = halves.view(np.uint8)
+            addresses, warps = self._rows(instruction.operands[0], matrix)
+            self._store_shared(addresses, halves.view(np.uint8).reshape(-1, 16), warps)
 
     def _mma(self, instruction: Instruction, here: Array) -> None:
         assert instruction.modifiers[2:] == ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32")
@@ -477,6 +498,74 @@ class Block:
         after = after.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(self.threads, 4)
         for column, name in enumerate(self._list(to)):
             self._write(name, after[:, column], here)
+
+    # Blocks and warpgroups.
+
+    def _bar(self, instruction: Instruction, here: Array) -> None:
+        if instruction.modifiers == ("warp", "sync"):
+            return
+        assert (instruction.modifiers, instruction.operands) == (("sync",), ("0",)), "another barrier"
+        assert here.all(), "not all threads take part"
+        self.shared.barrier()
+
+    def _fence(self, instruction: Instruction, here: Array) -> None:
+        assert instruction.modifiers[:2] == ("proxy", "async")
+        assert here.all(), "not all threads take part"
+        self.shared.unfenced[:] = False
+
+    def _wgmma(self, instruction: Instruction, here: Array) -> None:
+        assert here.all(), "not all warps take part"
+        kind = instruction.modifiers[0]
+        if kind == "fence":
+            self.unfenced_registers.clear()
+        elif kind == "commit_group":
+            self.products.commit()
+        elif kind == "wait_group":
+            sums, places = self.products.wait(int(instruction.operands[0]))
+            self.registers |= sums
+            self._load_as_each_warp(places)
+        else:
+            self._start_products(instruction)
+
+    def _start_products(self, instruction: Instruction) -> None:
+        shape = re.fullmatch(r"m64n(\d+)k16", instruction.modifiers[3])
+        assert shape and instruction.modifiers[4:] == ("f32", "f16", "f16"), "another shape or type"
+        columns = int(shape[1])
+        to, a, descriptor, accumulate, *scales, transposed = instruction.operands
+        assert scales == ["1", "1"], "negated operands"
+        sums, sources = self._list(to), self._list(a)
+        assert (len(sums), len(sources)) == (columns // 2, 4), "another number of registers"
+        assert not self.unfenced_registers & {*sums, *sources}, "no wgmma.fence after writing its registers"
+        assert not self.products.sums.keys() & {*sources}, "A is a sum that is under way"
+        left = np.stack([self._settled(name) for name in sources], axis=1)
+        before = np.stack([self._settled(name) for name in sums], axis=1).view(np.float32)
+        words, adds = self._bits(descriptor, 8), self._predicate(accumulate)
+        after, reads = [], []
+        for first in range(0, self.threads, WARPGROUP):
+            group = slice(first, first + WARPGROUP)
+            assert (words[group] == words[first]).all() and (adds[group] == adds[first]).all(), "not uniform"
+            addresses = Descriptor.decode(int(words[first])).addresses(columns, transposed == "1")
+            places = self.shared.places(addresses.reshape(-1), 2)
+            assert not self.shared.unfenced[places].any(), "no fence.proxy.async after writing B"
+            right = self.shared.bytes[places].view(np.float16).reshape(addresses.shape)
+            after.append(product(left[group], right, before[group] if adds[first] else None))
+            reads.append(places)
+            self._load_as_each_warp(places)
+        values = np.concatenate(after)
+        done = {name: np.ascontiguousarray(x).view(np.uint32) for name, x in zip(sums, values.T, strict=True)}
+        self.products.start(done, {*sources}, np.unique(reads))
+
+    def _load_as_each_warp(self, places: Array) -> None:
+        for warp in np.unique(self.warps):
+            self.shared.load(places, np.full(len(places), warp))
+
+    def _settled(self, name: str) -> Array:
+        """A register as the products that were started will leave it."""
+        if name in self.products.sums:
+            return self.products.sums[name]
+        if name in self.products.registers:
+            return self.registers[name]
+        return self._bits(name, 4)
 
 
 @dataclass(frozen=True)

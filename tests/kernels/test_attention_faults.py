@@ -13,12 +13,12 @@ from torch import Tensor
 
 from page4.kernels.block_plan import PackedPlan
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import default_gluon_config, page4_attention_gluon
+from page4.kernels.page4_attention_gluon import GluonConfig, default_gluon_config, page4_attention_gluon
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials
 from page4.kernels.page4_attention_triton import default_config, page4_attention_triton
 from tests.kernels.attention_cases import DEVICE, STALE, Case, assert_near, make_case
-from tests.kernels.test_page4_attention_gluon import HAS_GPU
+from tests.kernels.test_page4_attention_gluon import HAS_GPU, HAS_HOPPER
 from tests.kernels.test_page4_attention_gluon import run as run_gluon
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
@@ -29,12 +29,23 @@ def triton(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, 
     return page4_attention_triton(case.inputs, config)
 
 
-def gluon(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, Tensor]:
-    config = replace(default_gluon_config(case.inputs, 132), splits=splits, tile_tokens=tile_tokens)
+def mma(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, Tensor]:
+    config = default_gluon_config(case.inputs, 132)
+    config = replace(config, splits=splits, tile_tokens=tile_tokens, instruction="mma")
     return run_gluon(case, config)
 
 
-both = pytest.mark.parametrize("attend", [triton, gluon])
+def wgmma(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, Tensor]:
+    return run_gluon(case, GluonConfig(splits, tile_tokens, num_warps=4, instruction="wgmma"))
+
+
+def kernels(*dims: int) -> pytest.MarkDecorator:
+    """Each kernel with heads of these sizes, or the next that it takes. Without a GPU not ``wgmma``."""
+    needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")
+    pairs = [pytest.param(attend, d, id=f"{attend.__name__}-{d}") for d in dims for attend in (triton, mma)]
+    for d in sorted({max(128, d) for d in dims}):
+        pairs.append(pytest.param(wgmma, d, id=f"wgmma-{d}", marks=needs_hopper))
+    return pytest.mark.parametrize(("attend", "dim"), pairs)
 
 
 def changed(case: Case, **changes: Any) -> Case:
@@ -53,8 +64,7 @@ def with_page_zero_poisoned(case: Case) -> Case:
     )
 
 
-@both
-@pytest.mark.parametrize("dim", [64, 256])
+@kernels(64, 256)
 def test_list_entries_beyond_the_count_do_not_bring_nan_from_page_zero(attend: Attention, dim: int) -> None:
     """A probability of 0 times NaN is NaN. Twenty blocks fill a tile of 16 and a quarter of the next one."""
     case = with_page_zero_poisoned(make_case(length=77, topk=20, dim=dim, kv_format="e4m3"))
@@ -66,12 +76,14 @@ def test_list_entries_beyond_the_count_do_not_bring_nan_from_page_zero(attend: A
     case.check(out, lse)
 
 
-@both
+@kernels(64)
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("poisoned", ["k", "v", "both"])
-def test_nan_after_the_last_token_does_not_leak(poisoned: str, kv_format: str, attend: Attention) -> None:
+def test_nan_after_the_last_token_does_not_leak(
+    poisoned: str, kv_format: str, attend: Attention, dim: int
+) -> None:
     """Of the last page, 13 of 16 slots are in use. make_case poisons all others; one side may be cleaned."""
-    case = make_case(length=77, dim=64, kv_format=kv_format, topk=40)
+    case = make_case(length=77, dim=dim, kv_format=kv_format, topk=40)
     clean = {"k": ["v_pages"], "v": ["k_pages"], "both": []}[poisoned]
     poison = 0xFF if kv_format != "fp16" else torch.nan
     last = case.inputs.block_tables[0, 4]
@@ -83,27 +95,27 @@ def test_nan_after_the_last_token_does_not_leak(poisoned: str, kv_format: str, a
     case.check(*attend(case))
 
 
-@both
-def test_products_and_sums_beyond_fp16_stay_finite(attend: Attention) -> None:
+@kernels(256)
+def test_products_and_sums_beyond_fp16_stay_finite(attend: Attention, dim: int) -> None:
     """K of the largest code and q of one give 114,688 at D = 256; FP16 ends at 65,504."""
-    case = make_case(dim=256, kv_format="e4m3", length=32)
+    case = make_case(dim=dim, kv_format="e4m3", length=32)
     largest = torch.full_like(case.inputs.k_pages, 0x7E)
     loud = changed(case, k_pages=largest, q=torch.ones_like(case.inputs.q), softmax_scale=1.0)
     out, lse = attend(loud)
     assert out.isfinite().all()
     assert ((lse > 114_688) & (lse < 114_688 + math.log(32) + 0.01)).all()
-    case = make_case(dim=64, kv_format="fp16", length=64)
+    case = make_case(dim=dim, kv_format="fp16", length=64)
     out, _ = attend(changed(case, v_pages=torch.full_like(case.inputs.v_pages, 60_000.0)))
     torch.testing.assert_close(out, torch.full_like(out, 60_000.0), rtol=1e-3, atol=0.0)
 
 
-@both
-def test_rounded_probabilities_cost_less_than_the_rounded_output(attend: Attention) -> None:
+@kernels(64)
+def test_rounded_probabilities_cost_less_than_the_rounded_output(attend: Attention, dim: int) -> None:
     """Probabilities are rounded to FP16 before they meet V, everything after that is FP32.
 
     Unrounded ones (FP32 queries, plain Triton) leave an error 100 times smaller than an FP16 output has.
     """
-    case = make_case(length=500, topk=120, rows=4, kv_heads=1, dim=64)
+    case = make_case(length=500, topk=120, rows=4, kv_heads=1, dim=dim)
 
     def error(out: Tensor) -> float:
         return (out.double() - case.expected).norm().item()
@@ -113,8 +125,7 @@ def test_rounded_probabilities_cost_less_than_the_rounded_output(attend: Attenti
     assert error(triton(changed(case, q=case.inputs.q.float()))[0]) < 0.01 * rounded_output
 
 
-@both
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@kernels(64, 128, 256)
 @pytest.mark.parametrize("splits", [1, 2, 3, 64])
 def test_any_number_of_splits_applies_the_scale_of_v_once(splits: int, dim: int, attend: Attention) -> None:
     """Most of 64 splits are empty; strides of the partial results depend on both parameters."""
@@ -124,10 +135,10 @@ def test_any_number_of_splits_applies_the_scale_of_v_once(splits: int, dim: int,
     case.check(*attend(case, splits=splits))
 
 
-@both
-def test_pages_beyond_two_gibibytes(attend: Attention) -> None:
+@kernels(256)
+def test_pages_beyond_two_gibibytes(attend: Attention, dim: int) -> None:
     """The last page of a cache whose offsets exceed 31 bits; memory that is never touched costs nothing."""
-    case = make_case(kv_heads=4, group=1, dim=256, kv_format="e4m3", length=20, rows=1, rows_per_group=1)
+    case = make_case(kv_heads=4, group=1, dim=dim, kv_format="e4m3", length=20, rows=1, rows_per_group=1)
     inputs = case.inputs
     far = 2**31 // inputs.k_pages[0].numel() + 1
     moved = {}
@@ -139,9 +150,9 @@ def test_pages_beyond_two_gibibytes(attend: Attention) -> None:
     case.check(*attend(changed(case, **moved, block_tables=tables)))
 
 
-@both
-def test_table_entries_that_no_block_needs_are_never_followed(attend: Attention) -> None:
-    case = make_case(length=400, topk=3, rows=2, rows_per_group=2, dim=64)
+@kernels(64)
+def test_table_entries_that_no_block_needs_are_never_followed(attend: Attention, dim: int) -> None:
+    case = make_case(length=400, topk=3, rows=2, rows_per_group=2, dim=dim)
     plan = case.inputs.plan
     read = set((plan.blocks[0, : plan.counts[0]] // 4).tolist())
     tables = case.inputs.block_tables.clone()
@@ -149,11 +160,11 @@ def test_table_entries_that_no_block_needs_are_never_followed(attend: Attention)
     case.check(*attend(changed(case, block_tables=tables)))
 
 
-@both
+@kernels(64)
 @pytest.mark.parametrize("tile_tokens", [64, 128])
-def test_a_tile_spans_pages_in_any_order(tile_tokens: int, attend: Attention) -> None:
+def test_a_tile_spans_pages_in_any_order(tile_tokens: int, attend: Attention, dim: int) -> None:
     """Tiles of four and eight pages; where the pages lie does not change a bit."""
-    case = make_case(length=200, dim=64, topk=50, kv_format="e4m3")
+    case = make_case(length=200, dim=dim, topk=50, kv_format="e4m3")
     inputs = case.inputs
     expected = attend(case, tile_tokens=tile_tokens)
     case.check(*expected)
@@ -177,10 +188,10 @@ def test_pages_of_other_sizes_are_refused(page_tokens: int) -> None:
         replace(inputs, k_pages=pages, v_pages=pages)
 
 
-@both
-def test_strides_of_rows_and_heads_do_not_change_a_bit(attend: Attention) -> None:
+@kernels(64)
+def test_strides_of_rows_and_heads_do_not_change_a_bit(attend: Attention, dim: int) -> None:
     """make_case has q and gate interleaved, as a projection has; copies lie apart."""
-    case = make_case(dim=64, gate=True, requests=2)
+    case = make_case(dim=dim, gate=True, requests=2)
     assert case.inputs.gate is not None and not case.inputs.q.is_contiguous()
     apart = changed(case, q=case.inputs.q.contiguous(), gate=case.inputs.gate.contiguous())
     for a, b in zip(attend(apart), attend(case), strict=True):
@@ -226,17 +237,19 @@ def together(cases: list[Case]) -> Case:
     return Case(inputs, *results)
 
 
-def requests_of(*rows: int) -> list[Case]:
+def requests_of(*rows: int, dim: int = 64) -> list[Case]:
     return [
-        make_case(length=70 + i, rows=n, rows_per_group=8, kv_heads=1, group=2, dim=64, topk=9, seed=i)
+        make_case(length=70 + i, rows=n, rows_per_group=8, kv_heads=1, group=2, dim=dim, topk=9, seed=i)
         for i, n in enumerate(rows)
     ]
 
 
-@both
+@kernels(64)
 @pytest.mark.parametrize("rows", [(46, 3), (3, 46), (1, 4, 8, 13, 4)])
-def test_a_prefill_tail_and_decode_rows_share_a_launch(rows: tuple[int, ...], attend: Attention) -> None:
-    case = together(requests_of(*rows))
+def test_a_prefill_tail_and_decode_rows_share_a_launch(
+    rows: tuple[int, ...], attend: Attention, dim: int
+) -> None:
+    case = together(requests_of(*rows, dim=dim))
     assert len(case.inputs.q) == sum(rows)
     case.check(*attend(case))
 
@@ -247,9 +260,9 @@ def test_every_number_of_rows_up_to_64(rows: int) -> None:
     case.check(*triton(case))
 
 
-@both
-def test_the_order_of_requests_does_not_change_a_bit(attend: Attention) -> None:
-    cases = requests_of(5, 5)
+@kernels(64)
+def test_the_order_of_requests_does_not_change_a_bit(attend: Attention, dim: int) -> None:
+    cases = requests_of(5, 5, dim=dim)
     there, back = attend(together(cases)), attend(together(cases[::-1]))
     for a, b in zip(there, back, strict=True):
         assert torch.equal(a, torch.cat((b[5:], b[:5])))
@@ -284,10 +297,10 @@ def test_a_workspace_of_another_dtype_is_refused(name: str, launch: Callable[...
         launch(inputs, config, wrong)
 
 
-@both
-def test_rows_that_see_nothing_and_empty_splits_merge_without_nan(attend: Attention) -> None:
+@kernels(64)
+def test_rows_that_see_nothing_and_empty_splits_merge_without_nan(attend: Attention, dim: int) -> None:
     """Row 1 has no token in any split; at length 5 all splits but one are empty for every row."""
-    case = make_case(length=5, rows=4, dim=64, gate=True)
+    case = make_case(length=5, rows=4, dim=dim, gate=True)
     plan = case.inputs.plan
     for splits in (1, 8):
         out, lse = attend(changed(case, plan=replace(plan, masks=plan.masks & ~0xF0)), splits=splits)

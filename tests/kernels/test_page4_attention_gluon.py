@@ -1,4 +1,7 @@
-"""Grouped attention in Gluon: on the GPU where there is one, else its PTX on the CPU, against float64."""
+"""Grouped attention in Gluon: on the GPU where there is one, else its PTX on the CPU, against float64.
+
+Both kernels, ``mma`` and ``wgmma``; a GPU that is not of compute capability 9.0 runs the first only.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,10 @@ from torch import Tensor
 
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import (
-    GluonConfig,
-    decode_assembly,
-    default_gluon_config,
-    listed_turns,
-    page4_attention_gluon,
-    page4_attention_gluon_kernel,
-)
+from page4.kernels.gluon_tiles import decode_assembly, listed_turns
+from page4.kernels.page4_attention_ampere import page4_attention_ampere_kernel
+from page4.kernels.page4_attention_gluon import GluonConfig, page4_attention_gluon
+from page4.kernels.page4_attention_hopper import page4_attention_hopper_kernel
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials, merge_partials
 from page4.kernels.page4_attention_triton import padded_members
@@ -28,6 +27,38 @@ from tests.kernels.compile_targets import Compiled, compile_for
 from tests.kernels.ptx_emulator import Pointer, run_grid
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+hopper_only = pytest.mark.skipif(HAS_GPU and not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a program
+KERNELS = {"mma": page4_attention_ampere_kernel, "wgmma": page4_attention_hopper_kernel}
+
+
+def mma(
+    splits: int, tile_tokens: int, num_warps: int, num_stages: int = 2, head_splits: int = 1
+) -> GluonConfig:
+    return GluonConfig(splits, tile_tokens, num_warps, num_stages, "mma", head_splits)
+
+
+def wgmma(
+    splits: int, tile_tokens: int, num_warps: int, num_stages: int = 2, head_splits: int = 1
+) -> GluonConfig:
+    return GluonConfig(splits, tile_tokens, num_warps, num_stages, "wgmma", head_splits)
+
+
+def on_hopper(*values: object) -> Any:
+    """Parameters of a test that a GPU of another kind cannot run."""
+    return pytest.param(*values, marks=hopper_only)
+
+
+def smallest(splits: int, num_stages: int = 2) -> Any:
+    """Both kernels with the smallest head that each can have."""
+    return pytest.mark.parametrize(
+        ("dim", "config"),
+        [
+            pytest.param(64, mma(splits, 32, 2, num_stages), id="mma"),
+            pytest.param(128, wgmma(splits, 64, 4, num_stages), id="wgmma", marks=hopper_only),
+        ],
+    )
 
 
 def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capability: int) -> Compiled:
@@ -42,17 +73,21 @@ def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capabil
     }  # fmt: skip
     constants: dict[str, Any] = {
         "DECODE": decode_assembly(inputs.kv_format, native), "HQ": inputs.q.shape[1], "HKV": inputs.kv_heads,
-        "D": inputs.head_dim, "ROWS": inputs.rows_per_group, "SPLITS": config.splits,
-        "TURNS": listed_turns(inputs.plan.blocks.shape[1], config), "BM": padded_members(inputs),
-        "BN": config.tile_tokens, "STAGES": config.num_stages, "WARPS": config.num_warps, "DEPENDENT": False,
+        "D": inputs.head_dim, "ROWS": inputs.rows_per_group, "PARTS": config.head_splits,
+        "SPLITS": config.splits,
+        "TURNS": listed_turns(
+            inputs.plan.blocks.shape[1], config.tile_tokens, config.splits, config.num_warps,
+            config.num_stages,
+        ),
+        "BM": padded_members(inputs, config.head_splits), "BN": config.tile_tokens,
+        "STAGES": config.num_stages, "WARPS": config.num_warps, "DEPENDENT": capability >= 90,
     }  # fmt: skip
     if inputs.gate is None:
         constants["p_gate"] = None
     else:
         signature["p_gate"] = "*fp16"
-    return compile_for(
-        page4_attention_gluon_kernel, signature, constants, capability, num_warps=config.num_warps
-    )
+    kernel = KERNELS[config.instruction]
+    return compile_for(kernel, signature, constants, capability, num_warps=config.num_warps)
 
 
 def pointer(tensor: Tensor) -> Pointer:
@@ -64,8 +99,10 @@ def pointer(tensor: Tensor) -> Pointer:
 def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tensor]:
     """The launcher's steps with the emulator in the place of the GPU."""
     inputs, plan = case.inputs, case.inputs.plan
-    config.check(inputs.head_dim)
-    kernel = compiled(inputs, config, native, 90 if native else 80)
+    config.check(inputs.head_dim, inputs.heads_per_kv)
+    capability = 90 if native or config.instruction == "wgmma" else 80
+    kernel = compiled(inputs, config, native, capability)
+    assert kernel.shared_bytes <= SHARED_BYTES[capability]
     unit = 1.0 if native else BITS_UNIT[inputs.kv_format]
     out, lse = inputs.outputs(None, None)
     partials = Partials.empty(inputs, config.splits)
@@ -84,7 +121,7 @@ def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tens
             *gate, *inputs.gate_strides, *map(pointer, to),
             inputs.softmax_scale * inputs.k_scale * unit * math.log2(math.e), inputs.v_scale * unit,
         ],
-        (inputs.groups, inputs.kv_heads, config.splits),
+        (inputs.groups, inputs.kv_heads * config.head_splits, config.splits),
         32 * config.num_warps,
         kernel.shared_bytes,
     )  # fmt: skip
@@ -103,21 +140,30 @@ def run(case: Case, config: GluonConfig, native: bool = False) -> tuple[Tensor, 
     ("kv_format", "native"),
     [("fp16", False), ("e4m3", False), ("e4m3", True), ("e5m2", False), ("e3m4", False)],
 )
-def test_formats(kv_format: str, native: bool) -> None:
+@pytest.mark.parametrize("config", [mma(2, 32, 4), on_hopper(wgmma(2, 64, 4))], ids=["mma", "wgmma"])
+def test_formats(config: GluonConfig, kv_format: str, native: bool) -> None:
     """Of two splits and with scales far from one, where a format has them."""
     scales = {} if kv_format == "fp16" else {"k_scale": 0.3, "v_scale": 37.5}
     case = make_case(kv_heads=1, group=6, dim=256, kv_format=kv_format, gate=True, topk=12, **scales)
-    case.check(*run(case, GluonConfig(splits=2, tile_tokens=32, num_warps=4), native))
+    case.check(*run(case, config, native))
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "rows", "dim", "config"),
     [
-        (2, 12, 4, 256, GluonConfig(splits=1, tile_tokens=64, num_warps=8)),
-        (1, 16, 8, 64, GluonConfig(splits=1, tile_tokens=32, num_warps=2)),
-        (1, 5, 7, 128, GluonConfig(splits=3, tile_tokens=64, num_warps=4)),
-        (3, 1, 1, 128, GluonConfig(splits=1, tile_tokens=128, num_warps=1)),
-        (2, 3, 5, 32, GluonConfig(splits=2, tile_tokens=32, num_warps=1)),
+        (2, 8, 4, 256, mma(splits=1, tile_tokens=64, num_warps=8)),
+        (1, 16, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2)),
+        (1, 5, 7, 128, mma(splits=3, tile_tokens=64, num_warps=4)),
+        (3, 1, 1, 128, mma(splits=1, tile_tokens=128, num_warps=1)),
+        (2, 3, 5, 32, mma(splits=2, tile_tokens=32, num_warps=1)),
+        (2, 6, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2, head_splits=3)),
+        (2, 12, 8, 64, mma(splits=2, tile_tokens=32, num_warps=2, head_splits=12)),
+        on_hopper(1, 12, 4, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        on_hopper(1, 8, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        on_hopper(1, 5, 7, 128, wgmma(splits=3, tile_tokens=128, num_warps=4)),
+        on_hopper(2, 1, 1, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        on_hopper(2, 6, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4, head_splits=3)),
+        on_hopper(1, 12, 8, 128, wgmma(splits=2, tile_tokens=64, num_warps=4, head_splits=12)),
     ],
 )
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
@@ -136,28 +182,69 @@ def test_heads_dimensions_and_warps(
     case.check(*run(case, config))
 
 
+@hopper_only
+@pytest.mark.parametrize(("group", "splits"), [(12, 1), (16, 2)])
+def test_eight_warps_of_wgmma(group: int, splits: int) -> None:
+    """Two warpgroups, which FP16 pages leave no shared memory for."""
+    case = make_case(length=300, topk=70, kv_heads=1, group=group, dim=256, kv_format="e3m4", gate=True)
+    case.check(*run(case, wgmma(splits=splits, tile_tokens=128, num_warps=8)))
+
+
+@hopper_only
+@pytest.mark.xfail(
+    reason="probabilities of more than 64 members are larger than the place of K that they take",
+    strict=not HAS_GPU,
+)
+def test_more_members_than_bytes_of_k() -> None:
+    case = make_case(
+        length=300, topk=80, rows=8, rows_per_group=8, kv_heads=1, group=16, dim=128, kv_format="e4m3"
+    )
+    case.check(*run(case, wgmma(splits=1, tile_tokens=64, num_warps=4)))
+
+
+@smallest(splits=3)
 @pytest.mark.parametrize("length", [1, 3, 4, 16, 17, 130])
-def test_lengths(length: int) -> None:
-    case = make_case(length=length, topk=64, kv_heads=1, group=6, dim=64, kv_format="e4m3")
-    case.check(*run(case, GluonConfig(splits=3, tile_tokens=32, num_warps=2)))
+def test_lengths(length: int, dim: int, config: GluonConfig) -> None:
+    case = make_case(length=length, topk=64, kv_heads=1, group=6, dim=dim, kv_format="e4m3")
+    case.check(*run(case, config))
 
 
-def test_more_blocks_than_one_load_lists() -> None:
+@pytest.mark.parametrize(
+    ("dim", "config"),
+    [
+        (64, mma(1, 32, 2, 3)),
+        (64, mma(2, 32, 2, 8)),
+        on_hopper(128, wgmma(1, 64, 4, 3)),
+        on_hopper(128, wgmma(2, 64, 4, 4)),
+    ],
+)
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
+def test_several_turns_on_their_way(dim: int, config: GluonConfig, kv_format: str) -> None:
+    """More turns than stages, and fewer."""
+    for length in (600, 70):
+        case = make_case(length=length, topk=150, kv_heads=1, group=6, dim=dim, kv_format=kv_format)
+        case.check(*run(case, config))
+
+
+@smallest(splits=1)
+def test_more_blocks_than_one_load_lists(dim: int, config: GluonConfig) -> None:
     """600 blocks: the list of a split is filled in several steps."""
-    case = make_case(length=2400, topk=600, rows=2, rows_per_group=2, kv_heads=1, group=2, dim=64)
-    case.check(*run(case, GluonConfig(splits=1, tile_tokens=32, num_warps=2)))
+    case = make_case(length=2400, topk=600, rows=2, rows_per_group=2, kv_heads=1, group=2, dim=dim)
+    case.check(*run(case, config))
 
 
-def test_groups_of_several_requests() -> None:
-    case = make_case(length=61, rows=9, rows_per_group=4, requests=2, dim=64, kv_format="e4m3", gate=True)
+@smallest(splits=1)
+def test_groups_of_several_requests(dim: int, config: GluonConfig) -> None:
+    case = make_case(length=61, rows=9, rows_per_group=4, requests=2, dim=dim, kv_format="e4m3", gate=True)
     assert sorted(case.inputs.plan.group_rows.tolist()) == [1, 1, 4, 4, 4, 4]
-    case.check(*run(case, GluonConfig(splits=1, tile_tokens=32, num_warps=2)))
+    case.check(*run(case, config))
 
 
+@smallest(splits=1)
 @pytest.mark.parametrize("splits", [1, 2])
-def test_rows_without_tokens_and_padding_groups(splits: int) -> None:
+def test_rows_without_tokens_and_padding_groups(splits: int, dim: int, config: GluonConfig) -> None:
     """Row 1 of group 0 sees nothing; group 1 is padding with undefined lists and writes nothing."""
-    case = make_case(requests=2, dim=64, kv_format="fp16", gate=True)
+    case = make_case(requests=2, dim=dim, kv_format="fp16", gate=True)
     inputs = case.inputs
     assert inputs.gate is not None
     inputs.gate[1] = torch.nan
@@ -169,24 +256,60 @@ def test_rows_without_tokens_and_padding_groups(splits: int) -> None:
         group_rows=torch.tensor([4, 0], dtype=torch.int32, device=DEVICE),
     )
     changed = replace(case, inputs=replace(inputs, plan=plan))
-    out, lse = run(changed, GluonConfig(splits=splits, tile_tokens=32, num_warps=2))
+    out, lse = run(changed, replace(config, splits=splits))
     assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
     others = [0, 2, 3]
     assert out[others].isfinite().all()
     torch.testing.assert_close(lse[others].double(), case.expected_lse[others], rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("group", "dim"), [(6, 256), (12, 256), (6, 64)])
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
-def test_compiles_without_spills_or_detours(kv_format: str, group: int, dim: int, capability: int) -> None:
+def check_loads(kernel: Compiled) -> None:
     """K and V reach the matrix products without shuffles, and from global memory in wide loads."""
-    inputs = make_case(kv_heads=1, group=group, dim=dim, kv_format=kv_format, length=16).inputs
-    config = replace(default_gluon_config(inputs, 132), splits=4)
-    kernel = compiled(inputs, config, kv_format == "e4m3" and capability == 90, capability)
-    assert kernel.stack_bytes == 0
     assert "shfl.sync.idx" not in kernel.ptx
     assert "ld.global.b8" not in kernel.ptx and "ld.global.b16" not in kernel.ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("group", "dim", "kv_format", "config"),
+    [
+        (6, 256, "fp16", mma(4, 32, 4)),
+        (6, 256, "e4m3", mma(4, 64, 4)),
+        (12, 256, "fp16", mma(4, 32, 4)),
+        (12, 256, "e4m3", mma(4, 64, 8)),
+        (6, 64, "fp16", mma(4, 32, 2)),
+        (6, 64, "e4m3", mma(4, 32, 2)),
+    ],
+)
+def test_mma_compiles_without_spills_or_detours(
+    group: int, dim: int, kv_format: str, config: GluonConfig, capability: int
+) -> None:
+    inputs = make_case(kv_heads=1, group=group, dim=dim, kv_format=kv_format, length=16).inputs
+    kernel = compiled(inputs, config, kv_format == "e4m3" and capability == 90, capability)
+    assert kernel.stack_bytes == 0
+    assert "mma.sync" in kernel.ptx and "wgmma" not in kernel.ptx
+    check_loads(kernel)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "kv_format", "config", "stack_bytes"),
+    [
+        (6, 256, "fp16", wgmma(4, 64, 4), 0),
+        (6, 256, "e4m3", wgmma(4, 64, 4), 0),
+        (6, 256, "e3m4", wgmma(1, 64, 4), 0),
+        (12, 256, "e4m3", wgmma(4, 128, 8), 16),
+        (12, 128, "fp16", wgmma(4, 64, 4), 0),
+        (4, 128, "e4m3", wgmma(1, 64, 4, 3), 0),
+    ],
+)
+def test_wgmma_compiles_without_spills_or_detours(
+    group: int, dim: int, kv_format: str, config: GluonConfig, stack_bytes: int
+) -> None:
+    inputs = make_case(kv_heads=1, group=group, dim=dim, kv_format=kv_format, length=16).inputs
+    kernel = compiled(inputs, config, kv_format == "e4m3", 90)
+    assert kernel.stack_bytes <= stack_bytes
+    assert "wgmma.mma_async" in kernel.ptx and "mma.sync" not in kernel.ptx
+    check_loads(kernel)
 
 
 def test_the_decoder_assembly_matches_the_formats() -> None:
@@ -199,16 +322,23 @@ def test_the_decoder_assembly_matches_the_formats() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GluonConfig(splits=0, tile_tokens=32, num_warps=2), "splits"),
-        (GluonConfig(splits=1, tile_tokens=32, num_warps=4), "num_warps"),
-        (GluonConfig(splits=1, tile_tokens=32, num_warps=3), "num_warps"),
-        (GluonConfig(splits=1, tile_tokens=48, num_warps=2), "tile_tokens"),
-        (GluonConfig(splits=1, tile_tokens=16, num_warps=2), "tile_tokens"),
+        (mma(splits=0, tile_tokens=32, num_warps=2), "splits"),
+        (mma(splits=1, tile_tokens=32, num_warps=8), "num_warps"),
+        (mma(splits=1, tile_tokens=32, num_warps=3), "num_warps"),
+        (mma(splits=1, tile_tokens=48, num_warps=2), "tile_tokens"),
+        (mma(splits=1, tile_tokens=16, num_warps=2), "tile_tokens"),
+        (mma(splits=1, tile_tokens=32, num_warps=2, num_stages=1), "num_stages"),
+        (mma(splits=1, tile_tokens=32, num_warps=2, num_stages=9), "num_stages"),
+        (mma(splits=1, tile_tokens=32, num_warps=2, head_splits=0), "head_splits"),
+        (mma(splits=1, tile_tokens=32, num_warps=2, head_splits=4), "head_splits"),
+        (wgmma(splits=1, tile_tokens=64, num_warps=2), "wgmma needs 4 or 8 warps"),
+        (wgmma(splits=1, tile_tokens=32, num_warps=4), "16 tokens a warp"),
+        (replace(mma(splits=1, tile_tokens=32, num_warps=2), instruction="fma"), "instruction"),
     ],
 )
 def test_impossible_configurations_are_refused(config: GluonConfig, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        config.check(head_dim=64)
+        config.check(head_dim=128, heads_per_kv=6)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU of compute capability 8.0 or newer")
@@ -217,11 +347,13 @@ def test_without_a_gpu_it_is_refused() -> None:
         page4_attention_gluon(make_case().inputs)
 
 
+@pytest.mark.parametrize("num_stages", [2, 5])
+@pytest.mark.parametrize("num_warps", [1, 4, 8])
 @pytest.mark.parametrize(("capacity", "splits"), [(1, 1), (8, 1), (64, 8), (2052, 3), (4104, 1), (4104, 64)])
-def test_a_split_has_room_for_its_turns(capacity: int, splits: int) -> None:
-    config = GluonConfig(splits=splits, tile_tokens=32, num_warps=4)
+def test_a_split_has_room_for_its_turns(capacity: int, splits: int, num_warps: int, num_stages: int) -> None:
+    """And for those that are fetched past its end; whole loads list them."""
+    turns = listed_turns(capacity, 32, splits, num_warps, num_stages)
     tiles = -(-capacity // 8)
-    turns = listed_turns(capacity, config)
-    assert turns > -(-tiles // splits)
-    listed = min(turns * 8, 512)
-    assert turns * 8 % listed == 0 and listed & (listed - 1) == 0
+    assert turns >= -(-tiles // splits) + num_stages - 1
+    entries, threads = turns * 8, 32 * num_warps
+    assert entries & (entries - 1) == 0 if entries < threads else entries % threads == 0
