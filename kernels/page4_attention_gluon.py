@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from page4.kernels.block_plan import BLOCK_TOKENS
+from page4.kernels.codecs import STORAGE_DTYPES
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.dependent_launch import launches_dependents
 from page4.kernels.errors import InputError
@@ -23,7 +24,12 @@ from page4.kernels.page4_attention_ampere import page4_attention_ampere_kernel
 from page4.kernels.page4_attention_hopper import page4_attention_hopper_kernel
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials, check_splits, merge_partials
-from page4.kernels.page4_attention_triton import default_splits, multiprocessor_count, padded_members
+from page4.kernels.page4_attention_triton import (
+    default_splits,
+    multiprocessor_count,
+    padded,
+    padded_members,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class GluonConfig:
         num_stages: turns in shared memory at once, 2..8: one that is computed, the others on their way. With
             ``wgmma``, V has one less.
         instruction: the tensor-core instruction, ``mma`` or ``wgmma``. The latter needs compute capability
-            9.0, 4 or 8 warps, and at least 16 tokens of a turn per warp.
+            9.0, 4 or 8 warps, at least 16 tokens of a turn per warp, and at most half as many members as a
+            token's K has bytes.
         head_splits: programs that share the query heads of a KV head, each reading its K and V; a divisor of
             their number. The members of a program are then fewer, and more of them fit a multiple of 16.
     """
@@ -49,7 +56,7 @@ class GluonConfig:
     instruction: Literal["mma", "wgmma"] = "mma"
     head_splits: int = 1
 
-    def check(self, head_dim: int, heads_per_kv: int) -> None:
+    def check(self, head_dim: int, heads_per_kv: int, rows_per_group: int, kv_format: str) -> None:
         """Refuse a configuration that no program can have.
 
         Raises:
@@ -73,10 +80,19 @@ class GluonConfig:
             )
         if self.instruction not in ("mma", "wgmma"):
             raise InputError(f"instruction must be mma or wgmma, got {self.instruction!r}")
-        if self.instruction == "wgmma" and (warps not in (4, 8) or tile < 16 * warps):
-            raise InputError(
-                f"wgmma needs 4 or 8 warps and tiles of 16 tokens a warp, got {warps} and {tile}"
-            )
+        if self.instruction == "wgmma":
+            if warps not in (4, 8) or tile < 16 * warps:
+                raise InputError(
+                    f"wgmma needs 4 or 8 warps and tiles of 16 tokens a warp, got {warps} and {tile}"
+                )
+            # Probabilities take the place of K.
+            members = padded(rows_per_group * heads_per_kv // self.head_splits)
+            room = head_dim * STORAGE_DTYPES[kv_format].itemsize // 2
+            if members > room:
+                raise InputError(
+                    f"with wgmma a program has at most {room} members of {head_dim} dimensions in "
+                    f"{kv_format}, got {members}: choose more head_splits"
+                )
 
 
 def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> GluonConfig:
@@ -134,7 +150,7 @@ def page4_attention_gluon(
     if inputs.kv_format not in GLUON_FORMATS:
         raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {inputs.kv_format}")
     config = config or default_gluon_config(inputs, multiprocessor_count(q.device))
-    config.check(inputs.head_dim, inputs.heads_per_kv)
+    config.check(inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format)
     if config.instruction == "wgmma" and torch.cuda.get_device_capability(q.device) != (9, 0):
         raise InputError("wgmma is an instruction of compute capability 9.0 alone, use mma")
     out, lse = inputs.outputs(out, lse)

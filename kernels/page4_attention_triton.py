@@ -57,10 +57,14 @@ class AttentionConfig:
             raise InputError(f"tile_tokens must be a power of two from {_SMALLEST_DOT} on, got {tile}")
 
 
+def padded(members: int) -> int:
+    """The next power of two from 16 on: rows of a matrix product."""
+    return max(_SMALLEST_DOT, triton.next_power_of_2(members))
+
+
 def padded_members(inputs: AttentionInputs, head_splits: int = 1) -> int:
-    """Rows of the matrix product: a group's rows times a program's heads, padded to a power of two >= 16."""
-    heads = inputs.heads_per_kv // head_splits
-    return max(_SMALLEST_DOT, triton.next_power_of_2(inputs.rows_per_group * heads))
+    """A group's rows times a program's heads, padded."""
+    return padded(inputs.rows_per_group * inputs.heads_per_kv // head_splits)
 
 
 @cache

@@ -192,7 +192,7 @@ def _check_gluon(key: AttentionKey, config: GluonConfig) -> None:
     if key.kv_format not in GLUON_FORMATS:
         raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {key.kv_format}")
     _check_warps(config.num_warps)
-    config.check(key.head_dim, key.heads_per_kv)
+    config.check(key.head_dim, key.heads_per_kv, key.rows_per_group, key.kv_format)
 
 
 def _check_scores(key: ScoresKey, config: ScoresConfig) -> None:

@@ -53,7 +53,7 @@ def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memor
     for num_warps, tile_tokens, num_stages, names, parts in tiles:
         try:
             GluonConfig(1, tile_tokens, num_warps, num_stages, head_splits=parts, **names).check(
-                inputs.head_dim, inputs.heads_per_kv
+                inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format
             )
         except InputError:
             continue

@@ -99,7 +99,7 @@ def pointer(tensor: Tensor) -> Pointer:
 def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tensor]:
     """The launcher's steps with the emulator in the place of the GPU."""
     inputs, plan = case.inputs, case.inputs.plan
-    config.check(inputs.head_dim, inputs.heads_per_kv)
+    config.check(inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format)
     capability = 90 if native or config.instruction == "wgmma" else 80
     kernel = compiled(inputs, config, native, capability)
     assert kernel.shared_bytes <= SHARED_BYTES[capability]
@@ -191,15 +191,12 @@ def test_eight_warps_of_wgmma(group: int, splits: int) -> None:
 
 
 @hopper_only
-@pytest.mark.xfail(
-    reason="probabilities of more than 64 members are larger than the place of K that they take",
-    strict=not HAS_GPU,
-)
-def test_more_members_than_bytes_of_k() -> None:
-    case = make_case(
-        length=300, topk=80, rows=8, rows_per_group=8, kv_heads=1, group=16, dim=128, kv_format="e4m3"
-    )
-    case.check(*run(case, wgmma(splits=1, tile_tokens=64, num_warps=4)))
+def test_probabilities_have_room_in_the_place_of_keys() -> None:
+    """They take 2 bytes a token and member where a token's K had its bytes."""
+    wgmma(splits=1, tile_tokens=64, num_warps=4).check(128, 16, 4, "e4m3")
+    wgmma(splits=1, tile_tokens=64, num_warps=4).check(128, 16, 8, "fp16")
+    with pytest.raises(InputError, match="at most 64 members of 128 dimensions in e4m3, got 128"):
+        wgmma(splits=1, tile_tokens=64, num_warps=4).check(128, 16, 8, "e4m3")
 
 
 @smallest(splits=3)
@@ -338,7 +335,7 @@ def test_the_decoder_assembly_matches_the_formats() -> None:
 )
 def test_impossible_configurations_are_refused(config: GluonConfig, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        config.check(head_dim=128, heads_per_kv=6)
+        config.check(head_dim=128, heads_per_kv=6, rows_per_group=4, kv_format="e4m3")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU of compute capability 8.0 or newer")

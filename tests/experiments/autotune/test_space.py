@@ -70,7 +70,7 @@ def test_candidates_are_possible_and_have_room_in_registers(head_dim: int, kv_fo
     gluon, plain = gluon_candidates(inputs, 132, SHARED), plain_candidates(inputs, 132, SHARED)
     assert plain and (gluon or head_dim == 32)
     for config in gluon:
-        config.check(head_dim, inputs.heads_per_kv)
+        config.check(head_dim, inputs.heads_per_kv, inputs.rows_per_group, kv_format)
         parts = config.head_splits
         assert tile_registers(inputs, config.tile_tokens, config.num_warps, tiles=1, parts=parts) <= 255
         assert gluon_shared_bytes(inputs, config) <= SHARED
