@@ -20,11 +20,19 @@ def shipped_files(folder: Path = SHIPPED_FOLDER) -> list[TuningFile]:
     return [read_tuning_file(file, get_tunable(file.stem)) for file in sorted(folder.rglob("*.json"))]
 
 
-def entry_rows(file: TuningFile) -> list[dict[str, Any]]:
-    """A row for every entry of a file: the key, the configuration and what was measured."""
+def entry_rows(file: TuningFile) -> list[dict[str, str]]:
+    """A row for every entry of a file: the call's shape, the configuration and what was measured, as text."""
     return [
-        dataclasses.asdict(entry.key)
-        | dataclasses.asdict(entry.config)
-        | {"median_us": entry.median_us, "default_us": entry.default_us, "measured": entry.measured}
+        {
+            "call": _words(entry.key),
+            "configuration": _words(entry.config),
+            "us": f"{entry.median_us:.1f}",
+            "by rule, us": f"{entry.default_us:.1f}",
+            "measured": entry.measured,
+        }
         for _, entry in sorted(file.entries.items(), key=lambda item: dataclasses.astuple(item[0]))
     ]
+
+
+def _words(fields: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(fields).items())

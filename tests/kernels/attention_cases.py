@@ -95,8 +95,10 @@ def make_case(
     both[..., :dim] /= k_scale
     both = both.to(dtype)
     q, gates = both.chunk(2, dim=-1)
+    # Halves of one tensor on the device, too: moving a half would make it contiguous.
+    q_there, gates_there = both.to(DEVICE).chunk(2, dim=-1)
     inputs = AttentionInputs(
-        q=q.to(DEVICE),
+        q=q_there,
         k_pages=pages[0].to(DEVICE),
         v_pages=pages[1].to(DEVICE),
         block_tables=tables.to(DEVICE),
@@ -106,7 +108,7 @@ def make_case(
         k_scale=1.0 if kv_format == "int8" else k_scale,
         v_scale=1.0 if kv_format == "int8" else v_scale,
         softmax_scale=dim**-0.5,
-        gate=gates.to(DEVICE) if gate else None,
+        gate=gates_there if gate else None,
         k_token_scales=token_scales[0] if token_scales else None,
         v_token_scales=token_scales[1] if token_scales else None,
     )
