@@ -177,17 +177,28 @@ def _listed_at_once(entries: int, warps: int) -> int:
 
 
 @gluon.jit
+def open_group(p_counts, p_group_request, p_group_start, p_group_rows, i_group):
+    """Rows, first row, request and listed blocks of a group, loaded at once; a padding group lists none."""
+    rows = gl.load(p_group_rows + i_group)
+    count = gl.load(p_counts + i_group)
+    request = gl.load(p_group_request + i_group)
+    first_row = gl.load(p_group_start + i_group)
+    return rows, first_row, request, gl.where(rows > 0, count, 0)
+
+
+@gluon.jit
 def list_blocks(
     p_tables, stride_table, p_blocks, p_masks, capacity, count, request, i_group, i_head, i_split,
-    s_block, s_seen, HKV: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
+    HKV: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, BLOCKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The split's blocks, physical, and who sees them: ``[turns, blocks]`` each in shared memory.
+    """The split's turns, their physical blocks ``[TURNS, BLOCKS]`` and who sees them, in shared memory.
 
     Turns past the end see nothing. Entries are loaded before their count is known: those beyond it lie in the
     list, and mean nothing.
     """
-    TURNS: gl.constexpr = s_block.shape[0]
-    BLOCKS: gl.constexpr = s_block.shape[1]
+    turns = gl.cdiv(gl.maximum(gl.cdiv(count, BLOCKS) - i_split, 0), SPLITS)
+    s_block = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_seen = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     LISTED: gl.constexpr = _listed_at_once(TURNS * BLOCKS, WARPS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_block_list = s_block._reinterpret(gl.int32, [TURNS * BLOCKS // LISTED, LISTED], PLAIN)
@@ -206,6 +217,22 @@ def list_blocks(
         b_page = gl.load(p_table + b_block // 4, mask=m_entry, other=0)
         s_seen_list.index(step).store(gl.where(m_entry, b_seen, 0))
         s_block_list.index(step).store((b_page.to(gl.int32) * HKV + i_head) * 4 + b_block % 4)
+    return turns, s_block, s_seen
+
+
+@gluon.jit
+def load_queries(
+    p_q, stride_q_row, stride_q_head, first_row, rows, first_head,
+    BM: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Queries of a program's members ``[BM, D]``; 0 where there is no member."""
+    Q_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    o_member = gl.arange(0, BM, layout=gl.SliceLayout(1, Q_LOAD))
+    o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_LOAD))
+    o_q = (first_row + o_member // HEADS).to(gl.int64) * stride_q_row
+    o_q += (first_head + o_member % HEADS) * stride_q_head
+    m_q = o_member // HEADS < gl.minimum(rows, ROWS)
+    return gl.load(p_q + o_q[:, None] + o_dim[None, :], mask=m_q[:, None], other=0.0)
 
 
 @gluon.jit
@@ -217,6 +244,20 @@ def part_of_members(
     GROUP: gl.constexpr = HQ // HKV
     o_first = ((i_group.to(gl.int64) * SPLITS + i_split) * HKV + i_head) * (ROWS * GROUP) + first_head % GROUP
     return o_first + o_member // HEADS * GROUP + o_member % HEADS
+
+
+@gluon.jit
+def write_lse(
+    b_lse, p_lse, o_member, m_member, first_row, i_group, i_head, i_split, first_head,
+    HQ: gl.constexpr, HKV: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Write the members' LSE, given to base 2: that of a single split as natural logarithm, or a part's."""
+    if SPLITS == 1:
+        o_out = (first_row + o_member // HEADS).to(gl.int64) * HQ + first_head + o_member % HEADS
+        b_lse *= 0.6931471805599453  # ln 2
+    else:
+        o_out = part_of_members(o_member, i_group, i_head, i_split, first_head, HQ, HKV, ROWS, HEADS, SPLITS)
+    gl.store(p_lse + o_out, b_lse, mask=m_member)
 
 
 @gluon.jit

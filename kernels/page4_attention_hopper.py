@@ -16,8 +16,6 @@ with a query head) are the columns.
 
 from __future__ import annotations
 
-import math
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -28,13 +26,13 @@ from page4.kernels.gluon_tiles import (
     decode,
     fetch_tile,
     list_blocks,
-    part_of_members,
+    load_queries,
+    open_group,
     ring_layout,
     value_layout,
+    write_lse,
     write_out,
 )
-
-_LN2 = gl.constexpr(math.log(2.0))
 
 
 @gluon.constexpr_function
@@ -128,13 +126,11 @@ def page4_attention_hopper_kernel(
         gdc_wait()
     HEADS: gl.constexpr = HQ // (HKV * PARTS)
     first_head = gl.program_id(1) * HEADS
-    BLOCKS: gl.constexpr = BN // 4
     UNIT_BYTES: gl.constexpr = p_k.dtype.element_ty.primitive_bitwidth // 8
     PACKED: gl.constexpr = 4 if DECODE is not None else 1  # values of a stored unit
     UNITS: gl.constexpr = D // PACKED  # of a token
     K_RUN: gl.constexpr = 16 // UNIT_BYTES * PACKED  # values of a lane that lie together: 16 bytes of K,
     V_RUNS: gl.constexpr = D // (32 * WARPS)  # and of V this many runs of four
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     MEMBER: gl.constexpr = gl.SliceLayout(0, MMA)
     K_PART: gl.constexpr = 64  # dimensions, and
@@ -145,25 +141,15 @@ def page4_attention_hopper_kernel(
     K_RING: gl.constexpr = ring_layout(UNITS * UNIT_BYTES, UNIT_BYTES, 64, 1)
     V_RING: gl.constexpr = ring_layout(UNITS * UNIT_BYTES, UNIT_BYTES, 32, 4)
 
-    # All loaded at once. A padding group has no tokens.
-    rows = gl.load(p_group_rows + i_group)
-    count = gl.load(p_counts + i_group)
-    request = gl.load(p_group_request + i_group)
-    first_row = gl.load(p_group_start + i_group)
-    count = gl.where(rows > 0, count, 0)
-    turns = gl.cdiv(gl.maximum(gl.cdiv(count, BLOCKS) - i_split, 0), SPLITS)
-    Q_LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    o_member = gl.arange(0, BM, layout=gl.SliceLayout(1, Q_LOAD))
-    o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, Q_LOAD))
-    o_q = (first_row + o_member // HEADS).to(gl.int64) * stride_q_row
-    o_q += (first_head + o_member % HEADS) * stride_q_head
-    m_q = o_member // HEADS < gl.minimum(rows, ROWS)
-    b_q = gl.load(p_q + o_q[:, None] + o_dim[None, :], mask=m_q[:, None], other=0.0)
-    s_block = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], PLAIN)
-    s_seen = gl.allocate_shared_memory(gl.int32, [TURNS, BLOCKS], PLAIN)
-    list_blocks(
+    rows, first_row, request, count = open_group(
+        p_counts, p_group_request, p_group_start, p_group_rows, i_group
+    )
+    b_q = load_queries(
+        p_q, stride_q_row, stride_q_head, first_row, rows, first_head, BM, D, ROWS, HEADS, WARPS
+    )
+    turns, s_block, s_seen = list_blocks(
         p_tables, stride_table, p_blocks, p_masks, capacity, count, request, i_group, i_head, i_split,
-        s_block, s_seen, HKV, SPLITS, WARPS,
+        HKV, SPLITS, TURNS, BN // 4, WARPS,
     )  # fmt: skip
 
     # V is needed later in a turn than K: it has one place less, and is fetched one turn later.
@@ -242,12 +228,10 @@ def page4_attention_hopper_kernel(
     m_live = b_total != 0.0  # NaN stays
     b_total = gl.where(m_live, b_total, 1.0)
     b_lse = gl.where(m_live, b_max * score_factor + gl.log2(b_total), -float("inf"))
-    if SPLITS == 1:
-        o_out = (first_row + o_member // HEADS).to(gl.int64) * HQ + first_head + o_member % HEADS
-        gl.store(p_lse + o_out, b_lse * _LN2, mask=m_member)
-    else:
-        o_out = part_of_members(o_member, i_group, i_head, i_split, first_head, HQ, HKV, ROWS, HEADS, SPLITS)
-        gl.store(p_lse + o_out, b_lse, mask=m_member)
+    write_lse(
+        b_lse, p_lse, o_member, m_member, first_row, i_group, i_head, i_split, first_head,
+        HQ, HKV, ROWS, HEADS, SPLITS,
+    )  # fmt: skip
     b_acc = gl.reshape(b_acc * (1.0 / b_total)[None, :], [V_RUNS, 2, WARPS, 2, 8, BM])
     b_acc = gl.reshape(gl.permute(b_acc, [5, 2, 0, 4, 1, 3]), [BM, D])
     write_out(
