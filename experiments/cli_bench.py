@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from page4.experiments.cli_options import ConfigFile, Device, Json, Out, Overrides, Quick, Seed
+from page4.kernels.errors import InputError
 
 Kernel = Annotated[
     str,
@@ -32,10 +33,12 @@ def bench(
     Results go to results/bench, results/bench-KERNEL or --out: a CSV file, table, summary and roofline.
     Exit status 1: a kernel is wrong or does not run.
     """
-    from page4.experiments.bench import BenchConfig, run
+    from page4.experiments.bench import KERNELS, BenchConfig, run
     from page4.experiments.cli_study import result_folder, run_study
     from page4.experiments.config import load_config
 
+    if kernel not in ("all", *KERNELS):
+        raise InputError(f"{kernel!r} is no kernel, expected one of {', '.join(KERNELS)}, all")
     kernels = None if kernel == "all" else (kernel,)
     config = load_config(
         BenchConfig, config_file, overrides or [], quick=quick, device=device, seed=seed, kernels=kernels

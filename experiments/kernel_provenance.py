@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from page4.kernels.errors import InputError
+
 if TYPE_CHECKING:
     from page4.kernels.tuning import Configurations
 
@@ -36,11 +38,13 @@ class StudyKernels:
 def study_kernels(backend: str, source: Path | str, device: str) -> Iterator[StudyKernels]:
     """Let the kernels of a study use ``shipped`` configurations, ``defaults`` or a folder.
 
-    The backend "reference" has no kernels to configure.
+    The backend "reference" has no kernels to configure; a folder that does not exist is refused all the same.
 
     Raises:
         InputError: The folder of configurations does not exist.
     """
+    if source not in ("shipped", "defaults") and not Path(source).is_dir():
+        raise InputError(f"the folder of kernel configurations {source} does not exist")
     if backend != "triton":
         yield StudyKernels({}, None)
         return

@@ -49,6 +49,7 @@ def test_help_does_not_wait_for_pytorch() -> None:
         (["acceptence"], "No such command 'acceptence'. Did you mean 'acceptance'?"),
         (["info", "--colour"], "No such option: --colour"),
         (["acceptance", "--seed", "x"], "Invalid value for '--seed'"),
+        (["acceptance", "--set", "kernel_configs=nowhere"], "kernel configurations nowhere does not exist"),
         (["acceptance", "--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
         (["acceptance", "--set", "lenghts=1"], "unknown key 'lenghts' (did you mean 'lengths'?)"),
         (["acceptance", "--set", "arms=[[a, fp16, fp17, 0]]"], "fp17"),

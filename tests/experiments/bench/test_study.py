@@ -198,7 +198,7 @@ def test_without_a_gpu_the_command_refuses_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "attention"], "must be one of qsa_prepare, index_scores"),
+        (["bench", "attention"], "no kernel, expected one of qsa_prepare, index_scores"),
         (["bench", "--device", "cpu"], "must be one of auto, cuda, got 'cpu'"),
         (["bench", "--set", "overlap=0.9"], "did you mean 'overlaps'?"),
     ],
