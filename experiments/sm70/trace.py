@@ -17,8 +17,8 @@ SECTOR_BYTES = 32  # what one request to the second-level cache moves
 class Trace:
     """Every instruction that every warp issued, warp after warp, the warps of a block together.
 
-    Event e is one instruction of one warp. Sectors are addresses of global and local memory in units of
-    32 bytes, each once per event, ascending. Every array that the kernel was given has addresses of its own, and
+    Event e is one instruction of one warp. Sectors are addresses of global and local memory in units of 32
+    bytes, each once per event, ascending. Every array that the kernel was given has addresses of its own, and
     local memory lies apart from all of them.
 
     Attributes:
@@ -27,13 +27,14 @@ class Trace:
         warp_starts: ``[B * warps_per_block + 1]`` int64: warp w of block b issued the events from
             ``warp_starts[b * warps_per_block + w]`` to the next entry, in this order.
         instructions: ``[E]`` int32, indices into ``Program.instructions``.
-        lanes: ``[E]`` uint8, threads for which the instruction had an effect; 0 where its predicate held for
+        lanes: ``[E]`` uint8, threads for which the instruction had an effect: 0 where its predicate held for
             none.
-        sector_starts: ``[E + 1]`` int64: event e touched ``sectors[sector_starts[e] : sector_starts[e + 1]]``.
+        sector_starts: ``[E + 1]`` int64: event e touched
+            ``sectors[sector_starts[e] : sector_starts[e + 1]]``.
         sectors: ``[S]`` int64.
         wavefronts: ``[E]`` uint8, passes that shared memory takes for the access, bank conflicts included; 0
-            where the instruction is no access to shared memory or has no effect. Without conflicts, 4, 8 and 16
-            bytes a thread take 1, 2 and 4.
+            where the instruction is no access to shared memory or has no effect. Without conflicts, 4, 8 and
+            16 bytes a thread take 1, 2 and 4.
     """
 
     warps_per_block: int

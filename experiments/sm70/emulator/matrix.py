@@ -1,0 +1,114 @@
+"""``HMMA.884``: the tensor cores of compute capability 7.0.
+
+A warp is four quad-pairs: threads 4q..4q+3 and 16+4q..16+4q+3 multiply an 8 x 4 matrix A with a 4 x 8 matrix
+B and add to 8 x 8 accumulators, as ``mma.sync.m8n8k4`` of the PTX ISA says. The assembler makes four
+instructions of one, ``.STEP0`` to ``.STEP3``, each for two of a thread's eight accumulators.
+
+Both operands are two registers with four halves. ``A.ROW``: a thread has a row; ``A.COL``: a thread has four
+rows of one column, those of its half. ``B`` likewise with rows for columns: ``B.COL``: a thread has a column.
+Products are exact, and one accumulator's four are added to it with one rounding. The hardware's own order of
+these sums is not documented, and differs by its rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from page4.experiments.sm70.assembly import ZERO_REGISTER, Instruction, Register
+
+from .operands import Array, Operands
+from .operation import Builder, Mask, Operation, Unsupported, allow
+from .rounding import canonical
+from .threads import WARP
+from .undefined import ALL_BYTES
+
+_DEPTH = 4
+
+
+def _quad_pair_threads(lane: Array) -> Array:
+    """``[..., 8]``, the threads of the quad-pair of a thread, in the order of their rows."""
+    first = lane // 4 % 4 * 4
+    return first[..., None] + np.array([0, 1, 2, 3, 16, 17, 18, 19])
+
+
+def accumulator_place(lane: Array, index: int) -> tuple[Array, Array]:
+    """Row and column of a thread's accumulator 0 to 7."""
+    row = (lane & 1) + (index & 2) + np.where(lane >= 16, 4, 0)
+    column = (index & 4) + (lane & 2) + (index & 1)
+    return row, column
+
+
+def fragment_source(lane: Array, place: Array, *, whole: bool) -> tuple[Array, Array]:
+    """``[..., 4]`` thread of the warp and half within it that hold the four elements along the depth.
+
+    Args:
+        lane: thread that wants them.
+        place: row of A or column of B.
+        whole: every thread has a whole row of A, or column of B, rather than one element of four of them.
+    """
+    threads = _quad_pair_threads(lane)
+    depth = np.arange(_DEPTH)
+    if whole:
+        owner = np.take_along_axis(threads, place[..., None], -1)
+        return np.broadcast_to(owner, (*place.shape, _DEPTH)), np.broadcast_to(depth, (*place.shape, _DEPTH))
+    owners = np.take_along_axis(threads, place[..., None] // 4 * 4 + depth, -1)
+    return owners, np.broadcast_to(place[..., None] % 4, owners.shape)
+
+
+def hmma(instruction: Instruction, operands: Operands) -> Operation:
+    """Two accumulators per thread: ``d = a * b + c``."""
+    allow(instruction, "884", "F32", "STEP0", "STEP1", "STEP2", "STEP3")
+    if instruction.modifiers[:3] != ("884", "F32", "F32"):
+        raise Unsupported("products other than HMMA.884.F32.F32")
+    d, a, b, c = instruction.operands
+    assert all(isinstance(operand, Register) for operand in (d, a, b, c))
+    assert isinstance(d, Register) and isinstance(a, Register) and isinstance(b, Register)
+    assert isinstance(c, Register)
+    step = int(instruction.modifiers[-1].removeprefix("STEP"))
+    threads = operands.threads
+    lane = np.arange(WARP)
+    rows, columns = zip(*(accumulator_place(lane, 2 * step + index) for index in range(2)), strict=True)
+    sources = []
+    for operand, places, whole in ((a, rows, "ROW"), (b, columns, "COL")):
+        if operand.selector not in ("ROW", "COL"):
+            raise Unsupported(f"layout {operand.selector}")
+        found = [fragment_source(lane, place, whole=operand.selector == whole) for place in places]
+        sources.append((operand.number, np.stack([owner * 4 + half for owner, half in found])))  # [2, 32, 4]
+    writes = [operands.to_register(d, index) for index in range(2)]
+    zero = np.zeros(threads.count, np.float32)
+
+    def fragments(number: int, places: Array) -> Array:
+        """``[2, warps, 32, 4]`` float64."""
+        both = threads.registers[number : number + 2].view(np.float16)  # [2, 2 N]
+        halves = both.reshape(2, threads.count, 2).transpose(1, 0, 2).reshape(-1, WARP * 4)
+        return halves.astype(np.float32)[:, places].astype(np.float64).transpose(1, 0, 2, 3)
+
+    def run(mask: Mask) -> None:
+        products = fragments(*sources[0]) * fragments(*sources[1])
+        sums = products.sum(-1).reshape(2, -1)
+        for index, write in enumerate(writes):
+            row = zero if c.number == ZERO_REGISTER else threads.registers[c.number + index].view(np.float32)
+            write(canonical((sums[index] + row).astype(np.float32)), mask)
+
+    def spread(mask: Mask) -> None:
+        """An undefined element makes what its row or column goes into undefined."""
+        undefined = threads.undefined
+        found: Any = np.zeros((2, threads.count), bool)
+        for number, places in sources:
+            both = undefined.bytes[number : number + 2] != 0  # a register's halves count together
+            halves = np.repeat(both.T, 2, 1).reshape(-1, WARP * 4)
+            found |= np.asarray(halves[:, places].any(-1)).transpose(1, 0, 2).reshape(2, -1)
+        for index in range(2):
+            if c.number != ZERO_REGISTER:
+                found[index] |= undefined.bytes[c.number + index] != 0
+            undefined.set(d.number + index, found[index] * np.uint8(ALL_BYTES), mask)
+
+    read = [(number + further, ALL_BYTES) for number, _ in sources for further in range(2)]
+    if c.number != ZERO_REGISTER:
+        read += [(c.number + further, ALL_BYTES) for further in range(2)]
+    return Operation(run, tuple(read), (d.number, d.number + 1), spread)
+
+
+MATRIX: dict[str, Builder] = {"HMMA": hmma}
