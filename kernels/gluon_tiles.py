@@ -28,21 +28,29 @@ def decode_assembly(kv_format: str, native: bool) -> str | None:
     if kv_format == "fp16":
         return None
     if native:
-        lines = ["cvt.rn.f16x2.e4m3x2 x, low;", "cvt.rn.f16x2.e4m3x2 x, high;"]
+        low, high = "cvt.rn.f16x2.e4m3x2 x, low;", "cvt.rn.f16x2.e4m3x2 x, high;"
         declare = ".reg .b16 low, high; mov.b32 {low, high}, $4;"
     else:
-        # A prmt selector names a byte of $4 for each byte of x, and 4 for a zero.
-        selectors = ("0x1404", "0x3424") if kv_format == "e5m2" else ("0x4140", "0x4342")
-        move = {
-            # Adding the sign bit to itself carries it one place further up.
-            "e4m3": "and.b32 s, x, 0x00800080; add.u32 x, x, s; shl.b32 x, x, 7;",
-            "e3m4": "and.b32 s, x, 0x00800080; mad.lo.u32 x, s, 3, x; shl.b32 x, x, 6;",
-            "e5m2": "",
-        }[kv_format]
-        lines = [f"prmt.b32 x, $4, 0, {selector}; {move}" for selector in selectors]
+        low, high = decode_lines(kv_format, "$4")
         declare = ".reg .b32 s;"
-    low, high = lines
     return f"{{ .reg .b32 x; {declare}\n{low} mov.b32 {{$0, $1}}, x;\n{high} mov.b32 {{$2, $3}}, x;\n}}"
+
+
+def decode_lines(kv_format: str, word: str) -> tuple[str, str]:
+    """PTX that decodes the lower two and the upper two codes of a word to an FP16 pair in register ``x``.
+
+    It changes register ``s``, too.
+    """
+    # A prmt selector names a byte of the word for each byte of x, and 4 for a zero.
+    selectors = ("0x1404", "0x3424") if kv_format == "e5m2" else ("0x4140", "0x4342")
+    move = {
+        # Adding the sign bit to itself carries it one place further up.
+        "e4m3": "and.b32 s, x, 0x00800080; add.u32 x, x, s; shl.b32 x, x, 7;",
+        "e3m4": "and.b32 s, x, 0x00800080; mad.lo.u32 x, s, 3, x; shl.b32 x, x, 6;",
+        "e5m2": "",
+    }[kv_format]
+    low, high = (f"prmt.b32 x, {word}, 0, {selector}; {move}" for selector in selectors)
+    return low, high
 
 
 @gluon.jit
@@ -264,17 +272,17 @@ def write_lse(
 def write_out(
     b_out, b_live, first_row, rows, p_gate, stride_gate_row, stride_gate_head, p_out, v_factor,
     i_group, i_head, i_split, first_head, HQ: gl.constexpr, HKV: gl.constexpr, ROWS: gl.constexpr,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr,
+    HEADS: gl.constexpr, SPLITS: gl.constexpr, first_member=0,
 ):  # fmt: skip
     """Write ``[members, D]``: the gated output of a single split, else the split's part.
 
-    ``b_live`` ``[members]``: whether the member has seen a token.
+    The members are those from ``first_member`` on; ``b_live`` ``[members]``: whether one has seen a token.
     """
     BM: gl.constexpr = b_out.shape[0]
     D: gl.constexpr = b_out.shape[1]
     OUT: gl.constexpr = b_out.type.layout
     o_dim = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))[None, :]
-    o_member = gl.arange(0, BM, layout=gl.SliceLayout(1, OUT))[:, None]
+    o_member = (first_member + gl.arange(0, BM, layout=gl.SliceLayout(1, OUT)))[:, None]
     m_out = o_member // HEADS < gl.minimum(rows, ROWS)
     if SPLITS == 1:
         o_row = (first_row + o_member // HEADS).to(gl.int64)

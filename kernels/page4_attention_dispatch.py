@@ -13,7 +13,9 @@ from torch import Tensor
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_gluon import (
     GLUON_FORMATS,
+    INSTRUCTIONS,
     GluonConfig,
+    can_run,
     default_gluon_config,
     page4_attention_gluon,
 )
@@ -50,24 +52,32 @@ class Choice:
     source: Origin
 
 
-def gluon_obstacle(capability: tuple[int, int] | None, dtype: torch.dtype, kv_format: str) -> str | None:
-    """Why the Gluon kernel cannot run; None where it can.
+def gluon_obstacle(
+    capability: tuple[int, int] | None, dtype: torch.dtype, kv_format: str, head_dim: int = 256
+) -> str | None:
+    """Why no Gluon kernel can run; None where one can.
 
     ``capability`` is the GPU's (major, minor), or None without a GPU; ``dtype`` is that of the queries.
     """
     if capability is None:
         return "it needs a GPU"
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
+    if not any(can_run(instruction, capability) for instruction in INSTRUCTIONS):
+        return f"it needs compute capability 7.0, 8.0 or newer, the GPU has {capability[0]}.{capability[1]}"
     if dtype != torch.float16:
         return f"it takes float16 queries, got {str(dtype).removeprefix('torch.')}"
     if kv_format not in GLUON_FORMATS:
         return f"it reads {', '.join(GLUON_FORMATS)}, got {kv_format}"
+    if capability == (7, 0) and head_dim < 64:
+        return f"on compute capability 7.0 it takes heads of 64 dimensions or more, got {head_dim}"
     return None
 
 
 def choose_implementation(
-    implementation: str, capability: tuple[int, int] | None, dtype: torch.dtype, kv_format: str
+    implementation: str,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    kv_format: str,
+    head_dim: int = 256,
 ) -> tuple[Literal["gluon", "triton"], str]:
     """The implementation that a request gets, and why. An explicit request never falls back.
 
@@ -80,7 +90,7 @@ def choose_implementation(
         raise InputError(
             f"implementation {implementation!r} is unknown, expected one of {', '.join(IMPLEMENTATIONS)}"
         )
-    obstacle = gluon_obstacle(capability, dtype, kv_format)
+    obstacle = gluon_obstacle(capability, dtype, kv_format, head_dim)
     if implementation == "gluon" and obstacle is not None:
         raise InputError(f"implementation 'gluon' cannot run: {obstacle}")
     if implementation != "triton" and obstacle is None:
@@ -120,10 +130,11 @@ def page4_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The contract of :func:`~page4.kernels.page4_attention_triton.page4_attention_triton`, by either kernel.
+    """The contract of :func:`~page4.kernels.page4_attention_triton.page4_attention_triton`, by any kernel.
 
-    ``auto`` takes Gluon from compute capability 8.0 on, for FP16 queries and the formats that it reads, and
-    plain Triton otherwise; :func:`chosen` says which. ``partials`` must have the splits of the choice.
+    ``auto`` takes Gluon on compute capability 7.0 and from 8.0 on, for FP16 queries and the formats that it
+    reads, and plain Triton otherwise; :func:`chosen` says which. ``partials`` must have the splits of the
+    choice.
 
     Raises:
         InputError: an implementation that is unknown or cannot run, or what the kernels refuse.
@@ -137,7 +148,9 @@ def page4_attention(
 def _choose(inputs: AttentionInputs, implementation: str, configurations: Configurations) -> Choice:
     device = inputs.q.device
     capability = device_capability(device)
-    name, why = choose_implementation(implementation, capability, inputs.q.dtype, inputs.kv_format)
+    name, why = choose_implementation(
+        implementation, capability, inputs.q.dtype, inputs.kv_format, inputs.head_dim
+    )
     kernel = f"page4_attention_{name}"
     key = AttentionKey.of(inputs)
     default = default_attention_config(inputs, name)

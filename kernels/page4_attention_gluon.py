@@ -1,17 +1,19 @@
-"""Launches the Gluon kernels of grouped attention: tensor cores of compute capability 8.0 and newer.
+"""Launches the Gluon kernels of grouped attention, one for every tensor-core instruction.
 
-Two kernels, one contract (that of :mod:`page4.kernels.page4_attention_triton`):
-:mod:`~page4.kernels.page4_attention_hopper` on ``wgmma`` for compute capability 9.0, and
-:mod:`~page4.kernels.page4_attention_ampere` on ``mma`` for all.
+Three kernels, one contract (that of :mod:`page4.kernels.page4_attention_triton`):
+:mod:`~page4.kernels.page4_attention_volta` on ``mma884`` for compute capability 7.0,
+:mod:`~page4.kernels.page4_attention_ampere` on ``mma`` from 8.0 on, and
+:mod:`~page4.kernels.page4_attention_hopper` on ``wgmma`` for 9.0.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
+import triton
 from torch import Tensor
 
 from page4.kernels.block_plan import BLOCK_TOKENS
@@ -30,6 +32,29 @@ from page4.kernels.page4_attention_triton import (
     padded,
     padded_members,
 )
+from page4.kernels.page4_attention_volta import page4_attention_volta_kernel
+from page4.kernels.volta_tiles import MEMBERS, decode_pairs_assembly
+
+Instruction = Literal["mma", "wgmma", "mma884"]
+INSTRUCTIONS: tuple[Instruction, ...] = get_args(Instruction)
+
+
+def volta_members(width: int, kv_format: str, wide_turns: bool) -> int:
+    """Members of a program with ``mma884`` and ``width`` dimensions a warp: the most that do not spill.
+
+    ``wide_turns``: of more than 8 tokens a warp.
+    """
+    half = kv_format == "fp16"
+    if width == 64:
+        return 24 if half or wide_turns else 32
+    return 48 if half else 56 if wide_turns else 64
+
+
+def can_run(instruction: Instruction, capability: tuple[int, int]) -> bool:
+    """Whether a GPU has the instruction, or has it at more than the speed of an emulation."""
+    if instruction == "mma":
+        return capability >= (8, 0)
+    return capability == {"wgmma": (9, 0), "mma884": (7, 0)}[instruction]
 
 
 @dataclass(frozen=True)
@@ -42,9 +67,11 @@ class GluonConfig:
         num_warps: a power of two; each warp owns ``D / num_warps >= 32`` dimensions of the output.
         num_stages: turns in shared memory at once, 2..8: one that is computed, the others on their way. With
             ``wgmma``, V has one less.
-        instruction: the tensor-core instruction, ``mma`` or ``wgmma``. The latter needs compute capability
-            9.0, 4 or 8 warps, at least 16 tokens of a turn per warp, and at most half as many members as a
-            token's K has bytes.
+        instruction: the tensor-core instruction. ``mma`` needs compute capability 8.0. ``wgmma`` needs 9.0, 4
+            or 8 warps, at least 16 tokens of a turn per warp, and at most half as many members as a token's
+            K has bytes. ``mma884`` needs 7.0, 2 warps or more with 32 or 64 dimensions each and at most 16
+            tokens of a turn, and 2 stages (they are in registers); a program has at most 64 members with 32
+            dimensions a warp, and 32 with 64.
         head_splits: programs that share the query heads of a KV head, each reading its K and V; a divisor of
             their number. The members of a program are then fewer, and more of them fit a multiple of 16.
     """
@@ -53,7 +80,7 @@ class GluonConfig:
     tile_tokens: int
     num_warps: int
     num_stages: int = 2
-    instruction: Literal["mma", "wgmma"] = "mma"
+    instruction: Instruction = "mma"
     head_splits: int = 1
 
     def check(self, head_dim: int, heads_per_kv: int, rows_per_group: int, kv_format: str) -> None:
@@ -78,15 +105,19 @@ class GluonConfig:
             raise InputError(
                 f"head_splits must divide the {heads_per_kv} query heads of a KV head, got {self.head_splits}"
             )
-        if self.instruction not in ("mma", "wgmma"):
-            raise InputError(f"instruction must be mma or wgmma, got {self.instruction!r}")
+        if self.instruction not in INSTRUCTIONS:
+            raise InputError(
+                f"instruction must be one of {', '.join(INSTRUCTIONS)}, got {self.instruction!r}"
+            )
+        if self.instruction == "mma884":
+            self._check_mma884(head_dim, self.members(heads_per_kv, rows_per_group), kv_format)
         if self.instruction == "wgmma":
             if warps not in (4, 8) or tile < 16 * warps:
                 raise InputError(
                     f"wgmma needs 4 or 8 warps and tiles of 16 tokens a warp, got {warps} and {tile}"
                 )
             # Probabilities take the place of K.
-            members = padded(rows_per_group * heads_per_kv // self.head_splits)
+            members = padded(self.members(heads_per_kv, rows_per_group))
             room = head_dim * STORAGE_DTYPES[kv_format].itemsize // 2
             if members > room:
                 raise InputError(
@@ -94,12 +125,36 @@ class GluonConfig:
                     f"{kv_format}, got {members}: choose more head_splits"
                 )
 
+    def members(self, heads_per_kv: int, rows_per_group: int) -> int:
+        """Rows of a group times query heads of a program."""
+        return rows_per_group * heads_per_kv // self.head_splits
+
+    def _check_mma884(self, head_dim: int, members: int, kv_format: str) -> None:
+        warps = self.num_warps
+        if head_dim < 64 or warps < 2 or head_dim // warps not in (32, 64):
+            raise InputError(
+                f"mma884 needs 2 warps or more with 32 or 64 dimensions each, got {warps} for {head_dim}"
+            )
+        if self.tile_tokens > 16 * warps:
+            raise InputError(f"mma884 takes up to 16 tokens a warp, got {self.tile_tokens} for {warps} warps")
+        if self.num_stages != 2:
+            raise InputError(f"mma884 has 2 stages, got num_stages {self.num_stages}")
+        width = head_dim // warps
+        room = volta_members(width, kv_format, self.tile_tokens > 8 * warps)
+        if members > room:
+            raise InputError(
+                f"with mma884 and {width} dimensions a warp a program has at most {room} members here, "
+                f"got {members}: choose more warps or more head_splits"
+            )
+
 
 def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> GluonConfig:
     """A configuration without spills at up to 64 members of a program, for the inputs' GPU."""
     half = inputs.kv_format == "fp16"
-    hopper = inputs.q.is_cuda and torch.cuda.get_device_capability(inputs.q.device) == (9, 0)
-    wgmma = hopper and inputs.head_dim >= 128
+    capability = torch.cuda.get_device_capability(inputs.q.device) if inputs.q.is_cuda else None
+    if capability == (7, 0):
+        return default_volta_config(inputs, multiprocessors)
+    wgmma = capability == (9, 0) and inputs.head_dim >= 128
     head_splits = _head_splits(inputs, 64)
     wide = padded_members(inputs, head_splits) > 32
     if wgmma:
@@ -120,6 +175,24 @@ def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> Gluon
     )
 
 
+def default_volta_config(inputs: AttentionInputs, multiprocessors: int) -> GluonConfig:
+    """The same with ``mma884``: 4 warps, or 8 where a program's sums need the room."""
+    dim, kv_format = inputs.head_dim, inputs.kv_format
+    head_splits = _head_splits(inputs, volta_members(32, kv_format, dim == 64))
+    members = inputs.rows_per_group * inputs.heads_per_kv // head_splits
+    num_warps = dim // 64 if dim == 256 and members <= volta_members(64, kv_format, False) else dim // 32
+    tile_tokens = max(32, 8 * num_warps)
+    tokens = inputs.plan.blocks.shape[1] * BLOCK_TOKENS
+    programs = inputs.groups * inputs.kv_heads * head_splits
+    return GluonConfig(
+        splits=default_splits(programs, tokens, tile_tokens, multiprocessors),
+        tile_tokens=tile_tokens,
+        num_warps=num_warps,
+        instruction="mma884",
+        head_splits=head_splits,
+    )
+
+
 def _head_splits(inputs: AttentionInputs, members: int) -> int:
     """The fewest programs for a KV head's query heads that have at most ``members`` each, if any have."""
     heads = inputs.heads_per_kv
@@ -135,28 +208,34 @@ def page4_attention_gluon(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`~page4.kernels.page4_attention_triton.page4_attention_triton` does, on sm_80 and newer.
+    """What :func:`~page4.kernels.page4_attention_triton.page4_attention_triton` does, on tensor cores.
 
     FP16 ``q`` only; formats fp16, e4m3, e5m2 and e3m4.
 
     Raises:
-        InputError: an older GPU or none, FP32 ``q``, another format, or what the plain kernel refuses.
+        InputError: a GPU without the instruction or none, FP32 ``q``, another format, or what the plain
+            kernel refuses.
     """
     q = inputs.q
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (8, 0):
-        raise InputError("the Gluon kernel needs a GPU of compute capability 8.0 or newer")
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    if capability is None or not any(can_run(instruction, capability) for instruction in INSTRUCTIONS):
+        raise InputError("the Gluon kernels need a GPU of compute capability 7.0, 8.0 or newer")
     if q.dtype != torch.float16:
         raise InputError(f"the Gluon kernel takes float16 queries, got {q.dtype}")
     if inputs.kv_format not in GLUON_FORMATS:
         raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {inputs.kv_format}")
     config = config or default_gluon_config(inputs, multiprocessor_count(q.device))
     config.check(inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format)
-    if config.instruction == "wgmma" and torch.cuda.get_device_capability(q.device) != (9, 0):
-        raise InputError("wgmma is an instruction of compute capability 9.0 alone, use mma")
+    if not can_run(config.instruction, capability):
+        fitting = [instruction for instruction in INSTRUCTIONS if can_run(instruction, capability)]
+        raise InputError(
+            f"{config.instruction} is not for compute capability {capability[0]}.{capability[1]}, "
+            f"which has {' and '.join(fitting)}"
+        )
     out, lse = inputs.outputs(out, lse)
     if inputs.groups == 0:
         return out, lse
-    native = inputs.kv_format == "e4m3" and torch.cuda.get_device_capability(q.device) >= (8, 9)
+    native = inputs.kv_format == "e4m3" and capability >= (8, 9)
     unit = 1.0 if native else BITS_UNIT[inputs.kv_format]
     v_factor = inputs.v_scale * unit
     if config.splits == 1:
@@ -174,13 +253,9 @@ def _launch(
 ) -> None:
     q, plan = inputs.q, inputs.plan
     k_pages, v_pages = inputs.k_pages, inputs.v_pages
-    if k_pages.dtype == torch.uint8:
+    if k_pages.dtype == torch.uint8 or config.instruction == "mma884":
         k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
-    dependent = launches_dependents(q.device)
-    members = padded_members(inputs, config.head_splits)
-    # Three programs of up to 32 members fit a multiprocessor of compute capability 9.0.
-    registers = 168 if config.instruction == "wgmma" and config.num_warps == 4 and members <= 32 else None
-    kernel = page4_attention_hopper_kernel if config.instruction == "wgmma" else page4_attention_ampere_kernel
+    kernel, constants, options = _variant(inputs, config, native)
     kernel[(inputs.groups, inputs.kv_heads * config.head_splits, config.splits)](
         q, q.stride(0), q.stride(1), k_pages, v_pages,
         inputs.block_tables, inputs.block_tables.stride(0),
@@ -188,12 +263,52 @@ def _launch(
         plan.counts, plan.group_request, plan.group_start, plan.group_rows,
         inputs.gate, *inputs.gate_strides, out, lse,
         inputs.softmax_scale * inputs.k_scale * unit * math.log2(math.e), inputs.v_scale * unit,
-        DECODE=decode_assembly(inputs.kv_format, native), HQ=q.shape[1], HKV=inputs.kv_heads,
-        D=inputs.head_dim, ROWS=inputs.rows_per_group, PARTS=config.head_splits, SPLITS=config.splits,
+        HQ=q.shape[1], HKV=inputs.kv_heads, D=inputs.head_dim, ROWS=inputs.rows_per_group,
+        PARTS=config.head_splits, SPLITS=config.splits,
         TURNS=listed_turns(
             plan.blocks.shape[1], config.tile_tokens, config.splits, config.num_warps, config.num_stages
         ),
-        BM=members, BN=config.tile_tokens,
-        STAGES=config.num_stages, WARPS=config.num_warps, DEPENDENT=dependent,
-        num_warps=config.num_warps, maxnreg=registers, launch_pdl=dependent,
+        BN=config.tile_tokens, WARPS=config.num_warps, **constants,
+        num_warps=config.num_warps, **options,
     )  # fmt: skip
+
+
+def volta_registers(config: GluonConfig, head_dim: int, members: int, kv_format: str) -> int:
+    """Registers of a thread with ``mma884``: as few as bring more programs to a multiprocessor.
+
+    Of the 65536 there are, 4 programs of 4 warps have room with 128 registers, and 3 with 168.
+    """
+    narrow = head_dim // config.num_warps == 32
+    if kv_format == "fp16":
+        fits = {168: 8}
+    else:
+        fits = {128: 8, 168: 16 if config.tile_tokens > 8 * config.num_warps else 24}
+    for registers, most in fits.items():
+        if members <= most + 8 * narrow:
+            return registers
+    return 255
+
+
+def _variant(
+    inputs: AttentionInputs, config: GluonConfig, native: bool
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel of the configuration's instruction, what it alone must know, and how it is compiled."""
+    if config.instruction == "mma884":
+        members = config.members(inputs.heads_per_kv, inputs.rows_per_group)
+        volta = {
+            "DECODE": decode_pairs_assembly(inputs.kv_format),
+            "TILES": triton.cdiv(members, MEMBERS),
+        }
+        registers = volta_registers(config, inputs.head_dim, members, inputs.kv_format)
+        return page4_attention_volta_kernel, volta, {"maxnreg": registers}
+    dependent = launches_dependents(inputs.q.device)
+    members = padded_members(inputs, config.head_splits)
+    constants = {
+        "DECODE": decode_assembly(inputs.kv_format, native), "BM": members, "STAGES": config.num_stages,
+        "DEPENDENT": dependent,
+    }  # fmt: skip
+    wgmma = config.instruction == "wgmma"
+    # Three programs of up to 32 members fit a multiprocessor of compute capability 9.0.
+    limit = 168 if wgmma and config.num_warps == 4 and members <= 32 else None
+    kernel = page4_attention_hopper_kernel if wgmma else page4_attention_ampere_kernel
+    return kernel, constants, {"maxnreg": limit, "launch_pdl": dependent}

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_origin
 
 from page4.kernels.block_plan import BLOCK_TOKENS
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import GluonConfig
+from page4.kernels.page4_attention_dispatch import device_capability
+from page4.kernels.page4_attention_gluon import GluonConfig, can_run
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
 from page4.kernels.page4_attention_triton import AttentionConfig, padded_members
@@ -46,9 +47,12 @@ def longest_turns(inputs: AttentionInputs, tile_tokens: int) -> int:
 def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memory: int) -> list[GluonConfig]:
     """Gluon configurations whose tiles have room in registers and shared memory (bytes of a program)."""
     programs = inputs.groups * inputs.kv_heads
-    tiles = itertools.product(
-        (1, 2, 4, 8), (32, 64, 128), (2, 3, 4), named_choices(GluonConfig), head_splits(inputs)
-    )
+    capability = device_capability(inputs.q.device)
+    instructions = [
+        names for names in named_choices(GluonConfig)
+        if capability is None or can_run(names["instruction"], capability)
+    ]  # fmt: skip
+    tiles = itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4), instructions, head_splits(inputs))
     candidates = []
     for num_warps, tile_tokens, num_stages, names, parts in tiles:
         try:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from page4.kernels.codecs import decode_e4m3
 from tests.kernels.ptx_shared import SharedMemory
+from tests.kernels.ptx_volta import quad_pair_product
 from tests.kernels.ptx_wgmma import WARPGROUP, Descriptor, InFlight, product
 
 Array = NDArray[Any]
@@ -482,12 +483,23 @@ class Block:
             self._store_shared(addresses, halves.view(np.uint8).reshape(-1, 16), warps)
 
     def _mma(self, instruction: Instruction, here: Array) -> None:
-        assert instruction.modifiers[2:] == ("m16n8k16", "row", "col", "f32", "f16", "f16", "f32")
         assert here.all(), "not all warps take part"
+        shape, left_layout, right_layout, *types = instruction.modifiers[2:]
+        assert (left_layout, types) == ("row", ["f32", "f16", "f16", "f32"]), "another layout or type"
         to, *sources = instruction.operands
         a, b, c = (
             np.stack([self._read(name, "b32") for name in self._list(names)], axis=1) for names in sources
         )
+        if shape == "m8n8k4":
+            after = quad_pair_product(a, b, c, columns=right_layout == "row")
+        else:
+            assert (shape, right_layout) == ("m16n8k16", "col"), "another shape"
+            after = self._wide_product(a, b, c)
+        for column, name in enumerate(self._list(to)):
+            self._write(name, after[:, column], here)
+
+    def _wide_product(self, a: Array, b: Array, c: Array) -> Array:
+        """``mma.m16n8k16``: 32-bit registers ``[threads, n]`` of its operands and of its result."""
         # [warp, lane / 4, lane % 4, half of the sum, half of the rows, value of the pair]
         left = a.view(np.float16).reshape(-1, 8, 4, 2, 2, 2).astype(np.float64)
         left = left.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
@@ -495,9 +507,7 @@ class Block:
         right = right.transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
         before = c.view(np.float32).reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)
         after = (left @ right + before).astype(np.float32)
-        after = after.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(self.threads, 4)
-        for column, name in enumerate(self._list(to)):
-            self._write(name, after[:, column], here)
+        return after.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(self.threads, 4)
 
     # Blocks and warpgroups.
 

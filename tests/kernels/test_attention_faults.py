@@ -13,12 +13,17 @@ from torch import Tensor
 
 from page4.kernels.block_plan import PackedPlan
 from page4.kernels.errors import InputError
-from page4.kernels.page4_attention_gluon import GluonConfig, default_gluon_config, page4_attention_gluon
+from page4.kernels.page4_attention_gluon import (
+    GluonConfig,
+    default_gluon_config,
+    default_volta_config,
+    page4_attention_gluon,
+)
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials
 from page4.kernels.page4_attention_triton import default_config, page4_attention_triton
 from tests.kernels.attention_cases import DEVICE, STALE, Case, assert_near, make_case
-from tests.kernels.test_page4_attention_gluon import HAS_GPU, HAS_HOPPER
+from tests.kernels.test_page4_attention_gluon import HAS_GPU, HAS_HOPPER, HERE
 from tests.kernels.test_page4_attention_gluon import run as run_gluon
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
@@ -39,10 +44,23 @@ def wgmma(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, T
     return run_gluon(case, GluonConfig(splits, tile_tokens, num_warps=4, instruction="wgmma"))
 
 
+def mma884(case: Case, splits: int = 2, tile_tokens: int = 64) -> tuple[Tensor, Tensor]:
+    """With the tiles of 8 tokens a warp that it has."""
+    return run_gluon(case, replace(default_volta_config(case.inputs, 80), splits=splits))
+
+
 def kernels(*dims: int) -> pytest.MarkDecorator:
     """Each kernel with heads of these sizes, or the next that it takes. Without a GPU not ``wgmma``."""
     needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")
-    pairs = [pytest.param(attend, d, id=f"{attend.__name__}-{d}") for d in dims for attend in (triton, mma)]
+    skip = {
+        attend: pytest.mark.skipif(attend.__name__ not in (*HERE, "triton"), reason="the GPU has another one")
+        for attend in (triton, mma, mma884)
+    }
+    pairs = [
+        pytest.param(attend, d, id=f"{attend.__name__}-{d}", marks=skip[attend])
+        for d in dims
+        for attend in skip
+    ]
     for d in sorted({max(128, d) for d in dims}):
         pairs.append(pytest.param(wgmma, d, id=f"wgmma-{d}", marks=needs_hopper))
     return pytest.mark.parametrize(("attend", "dim"), pairs)

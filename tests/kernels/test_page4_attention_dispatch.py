@@ -41,8 +41,8 @@ def write_configuration(folder: Path, key: AttentionKey, config: AttentionConfig
 
 
 @pytest.mark.parametrize("kv_format", GLUON_FORMATS)
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-def test_gluon_runs_from_capability_8_on(capability: tuple[int, int], kv_format: str) -> None:
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (8, 9), (9, 0), (10, 0)])
+def test_gluon_runs_on_capability_7_0_and_from_8_on(capability: tuple[int, int], kv_format: str) -> None:
     name, why = choose_implementation("auto", capability, torch.float16, kv_format)
     assert (name, why) == ("gluon", "the fastest that can run")
     assert choose_implementation("gluon", capability, torch.float16, kv_format) == ("gluon", "asked for")
@@ -52,8 +52,9 @@ def test_gluon_runs_from_capability_8_on(capability: tuple[int, int], kv_format:
 @pytest.mark.parametrize(
     ("capability", "dtype", "kv_format", "obstacle"),
     [
-        ((7, 0), torch.float16, "e4m3", "it needs compute capability 8.0, the GPU has 7.0"),
-        ((7, 5), torch.float16, "fp16", "it needs compute capability 8.0, the GPU has 7.5"),
+        ((6, 1), torch.float16, "e4m3", "it needs compute capability 7.0, 8.0 or newer, the GPU has 6.1"),
+        ((7, 5), torch.float16, "fp16", "it needs compute capability 7.0, 8.0 or newer, the GPU has 7.5"),
+        ((7, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, got int8"),
         ((9, 0), torch.float32, "fp16", "it takes float16 queries, got float32"),
         ((9, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, got int8"),
         ((9, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, got fp32"),
@@ -74,6 +75,15 @@ def test_where_gluon_cannot_run_auto_says_why_and_a_request_is_refused(
     with pytest.raises(InputError) as refusal:
         choose_implementation("gluon", capability, dtype, kv_format)
     assert str(refusal.value) == f"implementation 'gluon' cannot run: {obstacle}"
+
+
+def test_small_heads_get_plain_triton_on_capability_7_0() -> None:
+    obstacle = "on compute capability 7.0 it takes heads of 64 dimensions or more, got 32"
+    name, why = choose_implementation("auto", (7, 0), torch.float16, "e4m3", head_dim=32)
+    assert (name, why) == ("triton", f"gluon cannot run: {obstacle}")
+    with pytest.raises(InputError, match=obstacle):
+        choose_implementation("gluon", (7, 0), torch.float16, "e4m3", head_dim=32)
+    assert gluon_obstacle((8, 0), torch.float16, "e4m3", head_dim=32) is None
 
 
 def test_nothing_runs_without_a_gpu_and_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

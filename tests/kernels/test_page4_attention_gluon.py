@@ -1,6 +1,6 @@
 """Grouped attention in Gluon: on the GPU where there is one, else its PTX on the CPU, against float64.
 
-Both kernels, ``mma`` and ``wgmma``; a GPU that is not of compute capability 9.0 runs the first only.
+All kernels, ``mma``, ``wgmma`` and ``mma884``; a GPU runs those whose instruction it has.
 """
 
 from __future__ import annotations
@@ -15,22 +15,41 @@ from torch import Tensor
 
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.errors import InputError
-from page4.kernels.gluon_tiles import decode_assembly, listed_turns
+from page4.kernels.gluon_tiles import GLUON_FORMATS, decode_assembly, listed_turns
 from page4.kernels.page4_attention_ampere import page4_attention_ampere_kernel
-from page4.kernels.page4_attention_gluon import GluonConfig, page4_attention_gluon
+from page4.kernels.page4_attention_gluon import (
+    INSTRUCTIONS,
+    GluonConfig,
+    can_run,
+    page4_attention_gluon,
+    volta_registers,
+)
 from page4.kernels.page4_attention_hopper import page4_attention_hopper_kernel
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import Partials, merge_partials
 from page4.kernels.page4_attention_triton import padded_members
+from page4.kernels.page4_attention_volta import page4_attention_volta_kernel
+from page4.kernels.volta_tiles import decode_pairs_assembly
 from tests.kernels.attention_cases import DEVICE, STALE, Case, make_case
 from tests.kernels.compile_targets import Compiled, compile_for
 from tests.kernels.ptx_emulator import Pointer, run_grid
 
-HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-hopper_only = pytest.mark.skipif(HAS_GPU and not HAS_HOPPER, reason="needs a GPU of compute capability 9.0")
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a program
-KERNELS = {"mma": page4_attention_ampere_kernel, "wgmma": page4_attention_hopper_kernel}
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+HERE = [name for name in INSTRUCTIONS if CAPABILITY is None or can_run(name, CAPABILITY)]
+HAS_GPU = CAPABILITY is not None and bool(HERE)
+HAS_HOPPER = HAS_GPU and "wgmma" in HERE
+hopper_only = pytest.mark.skipif("wgmma" not in HERE, reason="needs a GPU of compute capability 9.0")
+volta_only = pytest.mark.skipif("mma884" not in HERE, reason="needs a GPU of compute capability 7.0")
+SHARED_BYTES = {70: 96 * 1024, 80: 163 * 1024, 90: 227 * 1024}  # of a program
+KERNELS = {
+    "mma": page4_attention_ampere_kernel,
+    "wgmma": page4_attention_hopper_kernel,
+    "mma884": page4_attention_volta_kernel,
+}
+
+
+def mma884(splits: int, tile_tokens: int, num_warps: int, head_splits: int = 1) -> GluonConfig:
+    return GluonConfig(splits, tile_tokens, num_warps, 2, "mma884", head_splits)
 
 
 def mma(
@@ -45,24 +64,30 @@ def wgmma(
     return GluonConfig(splits, tile_tokens, num_warps, num_stages, "wgmma", head_splits)
 
 
-def on_hopper(*values: object) -> Any:
-    """Parameters of a test that a GPU of another kind cannot run."""
-    return pytest.param(*values, marks=hopper_only)
+def here(*values: object, id: str | None = None) -> Any:
+    """Parameters of a test that a GPU without the configuration's instruction cannot run."""
+    (config,) = (value for value in values if isinstance(value, GluonConfig))
+    reason = f"the GPU has no {config.instruction}"
+    return pytest.param(
+        *values, id=id, marks=pytest.mark.skipif(config.instruction not in HERE, reason=reason)
+    )
 
 
-def smallest(splits: int, num_stages: int = 2) -> Any:
-    """Both kernels with the smallest head that each can have."""
+def smallest(splits: int) -> Any:
+    """Every kernel with the smallest head that it can have without waste."""
     return pytest.mark.parametrize(
         ("dim", "config"),
         [
-            pytest.param(64, mma(splits, 32, 2, num_stages), id="mma"),
-            pytest.param(128, wgmma(splits, 64, 4, num_stages), id="wgmma", marks=hopper_only),
+            here(64, mma(splits, 32, 2), id="mma"),
+            here(128, wgmma(splits, 64, 4), id="wgmma"),
+            here(64, mma884(splits, 32, 2), id="mma884"),
         ],
     )
 
 
 def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capability: int) -> Compiled:
-    pages = "*fp16" if inputs.kv_format == "fp16" else "*i32"
+    volta = config.instruction == "mma884"
+    pages = "*fp16" if inputs.kv_format == "fp16" and not volta else "*i32"
     signature = {
         "p_q": "*fp16", "stride_q_row": "i32:16", "stride_q_head": "i32:16", "p_k": pages, "p_v": pages,
         "p_tables": "*i64", "stride_table": "i32", "p_blocks": "*i32", "p_masks": "*i32", "capacity": "i32",
@@ -72,22 +97,31 @@ def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capabil
         "score_factor": "fp32", "v_factor": "fp32",
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "DECODE": decode_assembly(inputs.kv_format, native), "HQ": inputs.q.shape[1], "HKV": inputs.kv_heads,
-        "D": inputs.head_dim, "ROWS": inputs.rows_per_group, "PARTS": config.head_splits,
-        "SPLITS": config.splits,
+        "HQ": inputs.q.shape[1], "HKV": inputs.kv_heads, "D": inputs.head_dim,
+        "ROWS": inputs.rows_per_group, "PARTS": config.head_splits, "SPLITS": config.splits,
         "TURNS": listed_turns(
             inputs.plan.blocks.shape[1], config.tile_tokens, config.splits, config.num_warps,
             config.num_stages,
         ),
-        "BM": padded_members(inputs, config.head_splits), "BN": config.tile_tokens,
-        "STAGES": config.num_stages, "WARPS": config.num_warps, "DEPENDENT": capability >= 90,
+        "BN": config.tile_tokens, "WARPS": config.num_warps,
     }  # fmt: skip
+    options: dict[str, Any] = {}
+    if volta:
+        members = config.members(inputs.heads_per_kv, inputs.rows_per_group)
+        constants |= {"DECODE": decode_pairs_assembly(inputs.kv_format), "TILES": -(-members // 8)}
+        options = {"maxnreg": volta_registers(config, inputs.head_dim, members, inputs.kv_format)}
+    else:
+        constants |= {
+            "DECODE": decode_assembly(inputs.kv_format, native),
+            "BM": padded_members(inputs, config.head_splits), "STAGES": config.num_stages,
+            "DEPENDENT": capability >= 90,
+        }  # fmt: skip
     if inputs.gate is None:
         constants["p_gate"] = None
     else:
         signature["p_gate"] = "*fp16"
     kernel = KERNELS[config.instruction]
-    return compile_for(kernel, signature, constants, capability, num_warps=config.num_warps)
+    return compile_for(kernel, signature, constants, capability, num_warps=config.num_warps, **options)
 
 
 def pointer(tensor: Tensor) -> Pointer:
@@ -100,7 +134,9 @@ def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tens
     """The launcher's steps with the emulator in the place of the GPU."""
     inputs, plan = case.inputs, case.inputs.plan
     config.check(inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format)
-    capability = 90 if native or config.instruction == "wgmma" else 80
+    capability = 70 if config.instruction == "mma884" else 80
+    if native or config.instruction == "wgmma":
+        capability = 90
     kernel = compiled(inputs, config, native, capability)
     assert kernel.shared_bytes <= SHARED_BYTES[capability]
     unit = 1.0 if native else BITS_UNIT[inputs.kv_format]
@@ -140,9 +176,19 @@ def run(case: Case, config: GluonConfig, native: bool = False) -> tuple[Tensor, 
     ("kv_format", "native"),
     [("fp16", False), ("e4m3", False), ("e4m3", True), ("e5m2", False), ("e3m4", False)],
 )
-@pytest.mark.parametrize("config", [mma(2, 32, 4), on_hopper(wgmma(2, 64, 4))], ids=["mma", "wgmma"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        here(mma(2, 32, 4), id="mma"),
+        here(wgmma(2, 64, 4), id="wgmma"),
+        here(mma884(2, 32, 4), id="mma884"),
+        here(mma884(2, 64, 8), id="mma884-8"),
+    ],
+)
 def test_formats(config: GluonConfig, kv_format: str, native: bool) -> None:
     """Of two splits and with scales far from one, where a format has them."""
+    if native and config.instruction == "mma884":
+        pytest.skip("it converts nothing natively")
     scales = {} if kv_format == "fp16" else {"k_scale": 0.3, "v_scale": 37.5}
     case = make_case(kv_heads=1, group=6, dim=256, kv_format=kv_format, gate=True, topk=12, **scales)
     case.check(*run(case, config, native))
@@ -151,19 +197,26 @@ def test_formats(config: GluonConfig, kv_format: str, native: bool) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "group", "rows", "dim", "config"),
     [
-        (2, 8, 4, 256, mma(splits=1, tile_tokens=64, num_warps=8)),
-        (1, 16, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2)),
-        (1, 5, 7, 128, mma(splits=3, tile_tokens=64, num_warps=4)),
-        (3, 1, 1, 128, mma(splits=1, tile_tokens=128, num_warps=1)),
-        (2, 3, 5, 32, mma(splits=2, tile_tokens=32, num_warps=1)),
-        (2, 6, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2, head_splits=3)),
-        (2, 12, 8, 64, mma(splits=2, tile_tokens=32, num_warps=2, head_splits=12)),
-        on_hopper(1, 12, 4, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
-        on_hopper(1, 8, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4)),
-        on_hopper(1, 5, 7, 128, wgmma(splits=3, tile_tokens=128, num_warps=4)),
-        on_hopper(2, 1, 1, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
-        on_hopper(2, 6, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4, head_splits=3)),
-        on_hopper(1, 12, 8, 128, wgmma(splits=2, tile_tokens=64, num_warps=4, head_splits=12)),
+        here(2, 8, 4, 256, mma(splits=1, tile_tokens=64, num_warps=8)),
+        here(1, 16, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2)),
+        here(1, 5, 7, 128, mma(splits=3, tile_tokens=64, num_warps=4)),
+        here(3, 1, 1, 128, mma(splits=1, tile_tokens=128, num_warps=1)),
+        here(2, 3, 5, 32, mma(splits=2, tile_tokens=32, num_warps=1)),
+        here(2, 6, 8, 64, mma(splits=1, tile_tokens=32, num_warps=2, head_splits=3)),
+        here(2, 12, 8, 64, mma(splits=2, tile_tokens=32, num_warps=2, head_splits=12)),
+        here(1, 12, 4, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        here(1, 8, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        here(1, 5, 7, 128, wgmma(splits=3, tile_tokens=128, num_warps=4)),
+        here(2, 1, 1, 256, wgmma(splits=1, tile_tokens=64, num_warps=4)),
+        here(2, 6, 8, 128, wgmma(splits=1, tile_tokens=64, num_warps=4, head_splits=3)),
+        here(1, 12, 8, 128, wgmma(splits=2, tile_tokens=64, num_warps=4, head_splits=12)),
+        here(2, 6, 4, 256, mma884(splits=1, tile_tokens=32, num_warps=4)),
+        here(1, 12, 4, 256, mma884(splits=2, tile_tokens=64, num_warps=8)),
+        here(1, 16, 6, 64, mma884(splits=1, tile_tokens=32, num_warps=2, head_splits=2)),
+        here(1, 5, 7, 128, mma884(splits=3, tile_tokens=64, num_warps=4)),
+        here(3, 1, 1, 128, mma884(splits=1, tile_tokens=32, num_warps=2)),
+        here(2, 3, 5, 64, mma884(splits=2, tile_tokens=32, num_warps=2)),
+        here(2, 12, 8, 128, mma884(splits=2, tile_tokens=32, num_warps=4, head_splits=12)),
     ],
 )
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
@@ -209,10 +262,10 @@ def test_lengths(length: int, dim: int, config: GluonConfig) -> None:
 @pytest.mark.parametrize(
     ("dim", "config"),
     [
-        (64, mma(1, 32, 2, 3)),
-        (64, mma(2, 32, 2, 8)),
-        on_hopper(128, wgmma(1, 64, 4, 3)),
-        on_hopper(128, wgmma(2, 64, 4, 4)),
+        here(64, mma(1, 32, 2, 3)),
+        here(64, mma(2, 32, 2, 8)),
+        here(128, wgmma(1, 64, 4, 3)),
+        here(128, wgmma(2, 64, 4, 4)),
     ],
 )
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
@@ -309,6 +362,40 @@ def test_wgmma_compiles_without_spills_or_detours(
     check_loads(kernel)
 
 
+@volta_only
+@pytest.mark.parametrize(
+    ("group", "rows", "dim", "config"),
+    [
+        (6, 4, 256, mma884(4, 32, 4)),
+        (6, 1, 256, mma884(4, 32, 4)),
+        (12, 4, 256, mma884(4, 64, 8)),
+        (8, 8, 256, mma884(1, 64, 8)),
+        (6, 4, 128, mma884(4, 32, 2)),
+        (6, 4, 128, mma884(4, 32, 4)),
+        (16, 4, 64, mma884(4, 32, 2)),
+    ],
+)
+@pytest.mark.parametrize("kv_format", GLUON_FORMATS)
+def test_mma884_compiles_without_spills_or_detours(
+    group: int, rows: int, dim: int, kv_format: str, config: GluonConfig
+) -> None:
+    """K and V go from wide loads to the products: nothing but scores and weights moves between threads."""
+    inputs = make_case(
+        kv_heads=1, group=group, rows=rows, rows_per_group=rows, dim=dim, kv_format=kv_format, length=16
+    ).inputs
+    kernel = compiled(inputs, config, False, 70)
+    assert kernel.stack_bytes == 0
+    members = config.members(group, rows)
+    config.check(dim, group, rows, kv_format)
+    assert kernel.registers <= volta_registers(config, dim, members, kv_format)
+    # Each instruction of S has 16 numbers of a lane's token, each of O a step of 4 tokens and 32 dimensions.
+    tiles, warps = -(-members // 8), config.num_warps
+    products = config.tile_tokens // (8 * warps) * dim // 16 + config.tile_tokens // 4 * dim // (32 * warps)
+    assert kernel.ptx.count("mma.sync.aligned.m8n8k4") == tiles * products
+    assert "shfl.sync.idx" not in kernel.ptx and "cp.async" not in kernel.ptx
+    check_loads(kernel)
+
+
 def test_the_decoder_assembly_matches_the_formats() -> None:
     assert decode_assembly("fp16", False) is None
     for kv_format in ("e4m3", "e5m2", "e3m4"):
@@ -331,6 +418,8 @@ def test_the_decoder_assembly_matches_the_formats() -> None:
         (wgmma(splits=1, tile_tokens=64, num_warps=2), "wgmma needs 4 or 8 warps"),
         (wgmma(splits=1, tile_tokens=32, num_warps=4), "16 tokens a warp"),
         (replace(mma(splits=1, tile_tokens=32, num_warps=2), instruction="fma"), "instruction"),
+        (mma884(splits=1, tile_tokens=32, num_warps=1), "2 warps or more with 32 or 64 dimensions"),
+        (replace(mma884(splits=1, tile_tokens=32, num_warps=2), num_stages=3), "2 stages"),
     ],
 )
 def test_impossible_configurations_are_refused(config: GluonConfig, message: str) -> None:
@@ -338,7 +427,7 @@ def test_impossible_configurations_are_refused(config: GluonConfig, message: str
         config.check(head_dim=128, heads_per_kv=6, rows_per_group=4, kv_format="e4m3")
 
 
-@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU of compute capability 8.0 or newer")
+@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU that Gluon kernels run on")
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(InputError, match="compute capability"):
         page4_attention_gluon(make_case().inputs)
