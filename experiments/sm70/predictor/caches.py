@@ -49,6 +49,12 @@ def dirty_cache(size_bytes: int, ways: int) -> Lines:
     return lines
 
 
+def age_lines(lines: Lines, cycles: int) -> None:
+    """Begin to count cycles anew, so many cycles later: all that is there is ready."""
+    lines["used"] -= cycles
+    lines["ready"] = np.minimum(lines["ready"], 0)
+
+
 @numba.njit(cache=True)
 def set_of(lines, line):
     """The set of a line: a hash of all its bits, as strides of powers of two are common."""

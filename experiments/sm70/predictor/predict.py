@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from page4.experiments.sm70.assembly import Program
+from page4.experiments.sm70.predictor.caches import Lines
 from page4.experiments.sm70.predictor.launch import copied_grid, sample_blocks
 from page4.experiments.sm70.predictor.lowering import lower_program, lower_trace
 from page4.experiments.sm70.predictor.machine import V100, Machine
@@ -44,7 +45,7 @@ class Geometry:
     warps: int
     shared_bytes: int
     part: int = 0
-    most_blocks: int = 16
+    most_blocks: int = 256
 
     def __post_init__(self) -> None:
         """Take the whole grid where no part is given, and refuse what is no launch."""
@@ -74,7 +75,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A launch on a V100 whose L2 is full of another kernel's dirty lines. Predicted, never measured.
+    """A launch on a V100. Predicted, never measured.
 
     Attributes:
         us: microseconds from the first instruction to the last result; launching is not included.
@@ -103,6 +104,7 @@ def predict(
     geometry: Geometry,
     trace_blocks: Callable[[Sequence[Place]], Trace],
     machine: Machine = V100,
+    l2: Lines | None = None,
 ) -> Prediction:
     """Emulate a sample of a launch's blocks, and replay all blocks.
 
@@ -111,6 +113,7 @@ def predict(
         geometry: of the launch.
         trace_blocks: traces the blocks at the given places of the grid, in this order.
         machine: the GPU.
+        l2: what L2 holds, changed in place; by default another kernel's dirty lines.
 
     Raises:
         InputError: not even one block fits on a multiprocessor.
@@ -131,6 +134,7 @@ def predict(
         geometry.warps,
         static.occupancy.blocks,
         geometry.shared_bytes,
+        l2,
     )
     shares = resource_shares(result, machine)
     largest = max(shares, key=shares.__getitem__)

@@ -16,6 +16,8 @@ import numpy as np
 from page4.experiments.sm70.predictor.caches import (
     LINE_SECTORS,
     SECTOR_BYTES,
+    Lines,
+    age_lines,
     dirty_cache,
     empty_caches,
     find_line,
@@ -98,8 +100,9 @@ def replay(
     warps: int,
     resident: int,
     shared_bytes: int,
+    l2: Lines | None = None,
 ) -> Replay:
-    """Run the blocks on an otherwise idle machine whose L2 is full of another kernel's dirty lines.
+    """Run the blocks on an otherwise idle machine.
 
     Args:
         machine: the GPU.
@@ -109,16 +112,20 @@ def replay(
         warps: of a block.
         resident: blocks that a multiprocessor holds.
         shared_bytes: of a block; L1 is what all of them leave.
+        l2: what L2 holds, changed in place to what it holds afterwards; by default another kernel's dirty
+            lines, see :func:`usual_l2`.
     """
     counters = np.zeros(_BUSY + len(Pipe), np.int64)
     state, schedulers, units = _idle(machine.multiprocessors, warps * resident)
     memory = np.zeros(2)
     l1 = empty_caches(machine.multiprocessors, _l1_bytes(machine, resident * shared_bytes), _L1_WAYS)
-    l2 = dirty_cache(machine.l2_bytes, _L2_WAYS)
+    if l2 is None:
+        l2 = usual_l2(machine)
     _run(
         machine, code, *traces, blocks, state, schedulers, units, memory, l1, l2, counters, warps, resident
     )  # fmt: skip
     cycles = int(counters[_END])
+    age_lines(l2, cycles)
     available = cycles * machine.multiprocessors
     busy = [int(counters[_BUSY + pipe]) / (available * _SCHEDULERS) for pipe in Pipe]
     busy[Pipe.LSU] = int(counters[_WAVEFRONTS]) / available
@@ -132,6 +139,11 @@ def replay(
         read_bytes=int(counters[_READ]) * SECTOR_BYTES,
         written_bytes=int(counters[_WRITTEN]) * SECTOR_BYTES,
     )
+
+
+def usual_l2(machine: Machine) -> Lines:
+    """L2 as a step finds it: full of lines that other kernels wrote."""
+    return dirty_cache(machine.l2_bytes, _L2_WAYS)
 
 
 def _l1_bytes(machine: Machine, shared_bytes: int) -> int:

@@ -1,0 +1,174 @@
+"""Predicts what a launcher would launch on a V100: its kernels, compiled, emulated on real values, replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from page4.experiments.sm70 import emulator
+from page4.experiments.sm70.assembly import Program, parse
+from page4.experiments.sm70.compiling import Binary, Compiler
+from page4.experiments.sm70.emulator.global_memory import RANGE_BYTES
+from page4.experiments.sm70.launches import Launch, recorded_launches
+from page4.experiments.sm70.predictor.caches import Lines
+from page4.experiments.sm70.predictor.machine import V100
+from page4.experiments.sm70.predictor.predict import Geometry, Place, Prediction, predict
+from page4.experiments.sm70.predictor.sm_model import usual_l2
+from page4.experiments.sm70.pretend_gpu import GPUS, pretend_gpu
+from page4.experiments.sm70.trace import SECTOR_BYTES, Trace
+
+CAPABILITY = 70
+_DEFAULT_WARPS = 4  # Triton's
+
+
+@dataclass(frozen=True)
+class KernelPrediction:
+    """One kernel of a call.
+
+    Attributes:
+        kernel: name of the function.
+        launch: as the launcher made it.
+        binary: what was compiled.
+        prediction: its time.
+    """
+
+    kernel: str
+    launch: Launch
+    binary: Binary
+    prediction: Prediction
+
+
+def launches_on_v100(call: Callable[[], object]) -> list[Launch]:
+    """What a launcher launches where the GPU is a V100. Tensors that ``call`` makes have no values."""
+    with pretend_gpu(GPUS[CAPABILITY]), recorded_launches() as launches:
+        call()
+    return launches
+
+
+def predict_launches(
+    launches: Sequence[Launch],
+    whole: object,
+    sample: object,
+    compiler: Compiler,
+    *,
+    part: int = 0,
+    most_blocks: int = 256,
+) -> list[KernelPrediction]:
+    """Predict the kernels of a call, one after the other.
+
+    The first finds an L2 full of dirty lines of others, every other one what the one before left there. Time
+    between the kernels is not included.
+
+    Tensors that are in ``whole`` get the values of their counterparts in ``sample``; all others, outputs and
+    workspaces, begin as zeros and are shared by the launches.
+
+    Args:
+        launches: of a call on ``whole``.
+        whole: a dataclass of the call's inputs, of tensors and of other such dataclasses, without values.
+        sample: the same dataclass with values on the CPU. Its tensors may hold fewer requests.
+        compiler: for the V100.
+        part: places along x of the grid that ``sample`` has data for; 0 means all.
+        most_blocks: that are emulated of each launch. A kernel finds nothing in L2 that blocks wrote which
+            were not emulated.
+
+    Raises:
+        CompilationError: a kernel does not compile.
+        EmulationError: the emulator cannot run a kernel on these values.
+        InputError: a block that does not fit on a V100.
+    """
+    memory, l2 = _Memory(whole, sample), usual_l2(V100)
+    return [_predict_launch(launch, memory, compiler, part, most_blocks, l2) for launch in launches]
+
+
+def _predict_launch(
+    launch: Launch, memory: _Memory, compiler: Compiler, part: int, most_blocks: int, l2: Lines
+) -> KernelPrediction:
+    job = launch.job(CAPABILITY)
+    binary = compiler.compile(job)
+    program = _program(compiler, binary.cubin)
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    warps = int(launch.options.get("num_warps", _DEFAULT_WARPS))
+    geometry = Geometry((x, y, z), warps, binary.shared_bytes, min(part, x), most_blocks)
+    values = [launch.arguments[name] for name in job.signature]
+
+    def trace_blocks(blocks: Sequence[Place]) -> Trace:
+        run = emulator.run(
+            program,
+            grid=geometry.grid,
+            warps=warps,
+            arguments=[memory.argument(value) for value in values],
+            shared_bytes=binary.shared_bytes,
+            blocks=blocks,
+            trace=True,
+            check_races=False,
+        )
+        assert run.trace is not None
+        return memory.placed(run.trace, values)
+
+    prediction = predict(program, geometry, trace_blocks, V100, l2)
+    return KernelPrediction(launch.kernel.fn.__name__, launch, binary, prediction)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(compiler: Compiler, cubin: bytes) -> Program:
+    return parse(compiler.toolchain.disassemble(cubin))
+
+
+class _Memory:
+    """Values for tensors that have none, and a place in memory for each of them."""
+
+    def __init__(self, whole: object, sample: object) -> None:
+        # The tensors are kept, and so the names of their storages.
+        self._kept = list(_tensor_pairs(whole, sample))
+        self._values = {_place_of(a): b for a, b in self._kept}
+        self._names = {storage: n for n, (storage, _) in enumerate(self._values)}
+
+    def argument(self, value: Any) -> emulator.Argument:
+        """What the emulator gets for an argument."""
+        if not isinstance(value, Tensor):
+            return value  # type: ignore[no-any-return]
+        storage, offset = place = _place_of(value)
+        if place not in self._values:
+            self._kept.append((value, value))
+            self._values[place] = torch.zeros(value.untyped_storage().nbytes() - offset, dtype=torch.uint8)
+            self._names.setdefault(storage, len(self._values))
+        return _bytes_from(self._values[place])
+
+    def placed(self, trace: Trace, values: Sequence[Any]) -> Trace:
+        """The trace with one address for a byte in all launches; the emulator counts the arrays of each."""
+        number, within = np.divmod(trace.sectors, RANGE_BYTES // SECTOR_BYTES)
+        first = np.arange(len(values) + 1) * (RANGE_BYTES // SECTOR_BYTES)
+        for n, (storage, offset) in enumerate(_place_of(v) for v in values if isinstance(v, Tensor)):
+            first[n + 1] = (RANGE_BYTES * self._names[storage] + offset) // SECTOR_BYTES
+        is_global = number < len(first)
+        moved = first[np.where(is_global, number, 0)] + within
+        return dataclasses.replace(trace, sectors=np.where(is_global, moved, trace.sectors))
+
+
+def _tensor_pairs(whole: Any, sample: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tensors of two dataclasses that stand in the same place."""
+    for field in dataclasses.fields(whole):
+        a, b = getattr(whole, field.name), getattr(sample, field.name)
+        if isinstance(a, Tensor):
+            yield a, b
+        elif dataclasses.is_dataclass(a):
+            yield from _tensor_pairs(a, b)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Storage and first byte: a view of another dtype has those of the tensor that it is a view of."""
+    return int(tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.element_size()
+
+
+def _bytes_from(tensor: Tensor) -> Any:
+    """The memory from a tensor's first element to the end of its storage, as an array."""
+    start = tensor.storage_offset() * tensor.element_size()
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return whole[start:].numpy()
