@@ -10,9 +10,7 @@ from page4.experiments.sm70.assembly import Immediate, Instruction, Operand, Pre
 
 from .operands import Array, Operands, Reader, places
 from .operation import Builder, Mask, Operation, Unsupported, allow, one_result, result_places
-from .undefined import ALL_BYTES, PREDICATES
-
-_BYTE_MASKS = np.array([0x000000FF, 0x0000FF00, 0x00FF0000, 0xFF000000], np.uint32)
+from .undefined import ALL_BYTES, PREDICATES, bits_of, bytes_of
 
 
 def _lookup(table: int, a: Any, b: Any, c: Any) -> Any:
@@ -29,18 +27,6 @@ def _lookup(table: int, a: Any, b: Any, c: Any) -> Any:
         if table >> place & 1:
             result = result | ((a if place & 4 else ~a) & (b if place & 2 else ~b) & (c if place & 1 else ~c))
     return result
-
-
-def _spread_bits(undefined_bytes: Array) -> Array:
-    """Masks of bits for masks of bytes."""
-    chosen = undefined_bytes[:, None] >> np.arange(4, dtype=np.uint8) & 1
-    return (chosen * _BYTE_MASKS).sum(1, dtype=np.uint32)
-
-
-def _touched_bytes(bits: Array) -> Array:
-    """Masks of bytes for masks of bits: those with any bit."""
-    touched = (bits[:, None] & _BYTE_MASKS) != 0
-    return (touched << np.arange(4)).sum(1).astype(np.uint8)
 
 
 def lop3(instruction: Instruction, operands: Operands) -> Operation:
@@ -70,11 +56,11 @@ def lop3(instruction: Instruction, operands: Operands) -> Operation:
         changes = np.zeros(count, np.uint32)
         for index, operand in enumerate(values):
             if isinstance(operand, Register) and undefined.anywhere[operand.number]:
-                bits = _spread_bits(undefined.bytes[operand.number])
+                bits = bits_of(undefined.bytes[operand.number])
                 low, high = list(read), list(read)
                 low[index], high[index] = read[index] & ~bits, read[index] | bits
                 changes |= _lookup(lut, *low) ^ _lookup(lut, *high)
-        touched = _touched_bytes(changes)
+        touched = bytes_of(changes)
         for result in result_places(target):
             undefined.set(result, touched, mask)
         for result in result_places(*([test] if test else [])):
@@ -129,8 +115,14 @@ def shf(instruction: Instruction, operands: Operands) -> Operation:
         if fixed < 32 and right and upper:
             if signed:
                 number = operands.signed(high_operand)
-                return one_result(instruction, operands, sources, lambda: number() >> np.int32(fixed))
-            return one_result(instruction, operands, sources, lambda: high() >> by)
+                return one_result(
+                    instruction,
+                    operands,
+                    sources,
+                    lambda: number() >> np.int32(fixed),
+                    lambda bits: (bits.view(np.int32) >> np.int32(fixed)).view(np.uint32),
+                )
+            return one_result(instruction, operands, sources, lambda: high() >> by, lambda bits: bits >> by)
         if fixed < 32 and not right and not upper:
             return _shift_left(instruction, operands, low, fixed)
 
@@ -150,7 +142,13 @@ def shf(instruction: Instruction, operands: Operands) -> Operation:
 
 
 def _shift_left(instruction: Instruction, operands: Operands, low: Reader, by: int) -> Operation:
-    return one_result(instruction, operands, (instruction.operands[1],), lambda: low() << np.uint32(by))
+    return one_result(
+        instruction,
+        operands,
+        (instruction.operands[1],),
+        lambda: low() << np.uint32(by),
+        lambda bits: bits << np.uint32(by),
+    )
 
 
 def sgxt(instruction: Instruction, operands: Operands) -> Operation:
@@ -281,7 +279,7 @@ def mov(instruction: Instruction, operands: Operands) -> Operation:
     """A copy."""
     allow(instruction, "32I")
     value = operands.bits(instruction.operands[1])
-    return one_result(instruction, operands, instruction.operands[1:2], value)
+    return one_result(instruction, operands, instruction.operands[1:2], value, lambda bits: bits)
 
 
 def cs2r(instruction: Instruction, operands: Operands) -> Operation:

@@ -60,7 +60,7 @@ class Convergence:
         self._state[group] = _AT_BARRIER
 
     def release(self) -> Array | None:
-        """Let go on who need wait no longer; returns ``[B]`` bool, blocks whose barrier is complete, if any."""
+        """Let go on who need wait no longer; returns blocks ``[B]`` whose barrier is complete, if any."""
         alive = self._threads.alive
         for at, party in self._parties.items():
             here = (self._state == _AT_MEETING) & (self.counters == at)

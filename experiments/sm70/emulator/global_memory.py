@@ -25,10 +25,12 @@ class Buffer:
         array: what the kernel reads and writes in place; contiguous.
         written: False for memory of which nothing has been written yet, such as outputs and workspaces: what
             the kernel reads there before it writes it is undefined.
+        offset: of the byte whose address is passed; what lies before it can be reached too.
     """
 
     array: Array
     written: bool = True
+    offset: int = 0
 
 
 class GlobalMemory:
@@ -43,15 +45,18 @@ class GlobalMemory:
         self._undefined: list[Array | None] = []  # per array, a bit per byte of each word
 
     def add(self, buffer: Buffer) -> int:
-        """Map an array; returns the address of its first byte."""
+        """Map an array, each piece of memory once; returns the address to pass."""
         if not buffer.array.flags.c_contiguous or not buffer.array.flags.writeable:
             raise InputError("arrays of the emulator must be contiguous and writable; pass a copy")
         data = buffer.array.reshape(-1).view(np.uint8)
+        for number, known in enumerate(self._bytes, 1):
+            if known.ctypes.data == data.ctypes.data and len(known) == len(data) > 0:
+                return number * RANGE_BYTES + buffer.offset
         self._bytes.append(data)
         self._words.append(data[: len(data) // 4 * 4].view(np.uint32))
         undefined = None if buffer.written else np.full(len(data) // 4 + 1, 15, np.uint8)
         self._undefined.append(undefined)
-        return len(self._bytes) * RANGE_BYTES
+        return len(self._bytes) * RANGE_BYTES + buffer.offset
 
     def pieces(self, addresses: Array, size: int, fail: Callable[[Array, str], Exception]) -> list[Piece]:
         """The accesses ``[n]`` of ``size`` bytes, by array."""

@@ -8,10 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from page4.experiments.sm70.assembly import Constant, Immediate, Instruction, Operand, Predicate, Register
+from page4.experiments.sm70.assembly import (
+    ZERO_REGISTER,
+    Constant,
+    Immediate,
+    Instruction,
+    Operand,
+    Predicate,
+    Register,
+)
 
 from .operands import Operands, Reader, places
-from .operation import Builder, Mask, Operation, Unsupported, allow, one_result, result_places, split_results
+from .operation import (
+    Builder,
+    Mask,
+    Operation,
+    Unsupported,
+    allow,
+    one_result,
+    result_places,
+    split_results,
+    upwards,
+)
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
@@ -58,7 +76,7 @@ def iadd3(instruction: Instruction, operands: Operands) -> Operation:
     write = operands.to_register(target)
     if not carries and not carried:
         a, b, c = (operands.bits(operand) for operand in values)
-        return one_result(instruction, operands, values, lambda: a() + b() + c())
+        return one_result(instruction, operands, values, lambda: a() + b() + c(), upwards)
     terms = [_term(operands, operand) for operand in values]
     terms += [_count(operands.predicate(operand)) for operand in carried]
     write_carries = [operands.to_predicate(operand) for operand in carries]
@@ -97,9 +115,15 @@ def imad(instruction: Instruction, operands: Operands) -> Operation:
     if carry:
         add = carry[0]
         return one_result(instruction, operands, sources, lambda: a() * b() + c() + add().astype(np.uint32))
-    if all(operand == Register(255) for operand in values[:2]):
-        return one_result(instruction, operands, values[2:], lambda: +c())
-    return one_result(instruction, operands, values, lambda: a() * b() + c())
+    if all(operand == Register(ZERO_REGISTER) for operand in values[:2]):
+        return one_result(instruction, operands, values[2:], lambda: +c(), lambda bits: bits)
+    factor = values[1]
+    if isinstance(factor, Immediate) and values[2] == Register(ZERO_REGISTER):
+        places_up = int(factor.value).bit_length() - 1
+        if factor.value == 1 << places_up:
+            by = np.uint32(places_up)
+            return one_result(instruction, operands, values, lambda: a() << by, lambda bits: bits << by)
+    return one_result(instruction, operands, values, lambda: a() * b() + c(), upwards)
 
 
 def _wide_imad(instruction: Instruction, operands: Operands) -> Operation:

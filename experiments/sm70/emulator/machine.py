@@ -46,6 +46,7 @@ Array = NDArray[Any]
 
 # Threads execute in step and see each other's stores at once, so these change nothing.
 _NO_EFFECT = ("NOP", "DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "YIELD", "NANOSLEEP")
+_NEVER = Predicate(TRUE_PREDICATE, negate=True)
 _BUILDERS = {**INTEGER, **BITWISE, **FLOATING, **HALF, **MATRIX, **WARPWIDE}
 
 
@@ -84,12 +85,12 @@ class Machine:
     def _add(self, instruction: Instruction, races: RaceList) -> None:
         opcode = instruction.opcode
         operation = jump = None
-        if opcode in _BUILDERS:
+        if instruction.predicate == _NEVER or opcode in _NO_EFFECT:
+            operation = Operation(lambda mask: None)
+        elif opcode in _BUILDERS:
             operation = _BUILDERS[opcode](instruction, self._operands)
         elif opcode in ACCESS:
             operation = ACCESS[opcode](instruction, self._operands, self._memory, races)
-        elif opcode in _NO_EFFECT:
-            operation = Operation(lambda mask: None)
         elif opcode in _JUMPS:
             jump = _JUMPS[opcode](self, instruction)
         else:

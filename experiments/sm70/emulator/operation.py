@@ -19,7 +19,7 @@ from page4.experiments.sm70.assembly import (
 )
 
 from .operands import Operands, places
-from .undefined import ALL_BYTES, PREDICATES, Undefined
+from .undefined import ALL_BYTES, PREDICATES, Undefined, bits_of, bytes_of
 
 Array = NDArray[Any]
 Mask: TypeAlias = Array | None  # of threads; None: all of them
@@ -98,10 +98,31 @@ def split_results(operands: tuple[Operand, ...]) -> tuple[Operand, list[Operand]
 
 
 def one_result(
-    instruction: Instruction, operands: Operands, sources: tuple[Operand, ...], compute: Callable[[], Any]
+    instruction: Instruction,
+    operands: Operands,
+    sources: tuple[Operand, ...],
+    compute: Callable[[], Any],
+    move: Callable[[Array], Array] | None = None,
 ) -> Operation:
-    """An operation whose only result is one register."""
+    """An operation whose only result is one register.
+
+    ``move`` tells which bits of the result ``[N]`` uint32 depend on given bits of any source; all by default.
+    """
     write = operands.to_register(instruction.operands[0])
-    return Operation(
-        lambda mask: write(compute(), mask), places(*sources), result_places(instruction.operands[0])
-    )
+    read, results = places(*sources), result_places(instruction.operands[0])
+    undefined = operands.threads.undefined
+
+    def spread(mask: Mask) -> None:
+        assert move is not None
+        marks: Any = np.uint8(0)
+        for place, which in read:
+            marks = marks | undefined.bytes[place] & np.uint8(which)
+        for result in results:
+            undefined.set(result, bytes_of(move(bits_of(marks))), mask)
+
+    return Operation(lambda mask: write(compute(), mask), read, results, spread if move else None)
+
+
+def upwards(bits: Array) -> Array:
+    """Bits that sums and products depend on: each one on those of the sources up to its own place."""
+    return np.negative(bits & np.negative(bits))  # from the lowest one on

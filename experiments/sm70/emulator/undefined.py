@@ -17,6 +17,7 @@ Array = NDArray[Any]
 
 PREDICATES = 256  # predicate p is place 256 + p
 ALL_BYTES = 15  # bit i: byte i of the register is undefined
+_BYTE_MASKS = np.array([0x000000FF, 0x0000FF00, 0x00FF0000, 0xFF000000], np.uint32)
 
 
 class Undefined:
@@ -62,3 +63,15 @@ class Undefined:
     def forget(self, mask: Array) -> None:
         """Threads have exited: nothing of theirs matters."""
         self.bytes[:, mask] = 0
+
+
+def bits_of(undefined_bytes: Array) -> Array:
+    """Masks of bits for masks of bytes."""
+    chosen = undefined_bytes[:, None] >> np.arange(4, dtype=np.uint8) & 1
+    return (chosen * _BYTE_MASKS).sum(1, dtype=np.uint32)
+
+
+def bytes_of(bits: Array) -> Array:
+    """Masks of bytes for masks of bits: those with any bit."""
+    touched = (bits[:, None] & _BYTE_MASKS) != 0
+    return (touched << np.arange(4)).sum(1).astype(np.uint8)
