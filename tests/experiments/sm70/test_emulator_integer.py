@@ -70,11 +70,11 @@ def select(condition: bool, a: int, b: int) -> int:
          lambda a, b, c: select(signed(a) < signed(b), a, c)),
         ("ISETP.GE.U32.OR P0, P1, R20, R21, !PT\nSEL R40, R20, R22, P1",
          lambda a, b, c: select(not a >= b, a, c)),
-        ("ISETP.LT.U32.AND P0, PT, R20, R21, PT\nISETP.LT.AND.EX P1, PT, R21, R22, PT, P0\nSEL R40, RZ, 0x1,
-        P1",
+        ("ISETP.LT.U32.AND P0, PT, R20, R21, PT\nISETP.LT.AND.EX P1, PT, R21, R22, PT, P0\n"
+         "SEL R40, RZ, 0x1, P1",
          lambda a, b, c: select((signed(b), a) < (signed(c), b), 0, 1)),
-        ("ISETP.EQ.U32.AND P0, PT, R20, R21, PT\nISETP.NE.AND.EX P1, PT, R21, R22, PT, !P0\nSEL R40, RZ, 0x1,
-        P1",
+        ("ISETP.EQ.U32.AND P0, PT, R20, R21, PT\nISETP.NE.AND.EX P1, PT, R21, R22, PT, !P0\n"
+         "SEL R40, RZ, 0x1, P1",
          lambda a, b, c: select(a != b or b != c, 0, 1)),
         ("LOP3.LUT P0, RZ, R20, 0x80, RZ, 0xc0, !PT\nSEL R40, RZ, 0x1, P0",
          lambda a, b, c: select(a & 0x80 != 0, 0, 1)),
@@ -108,7 +108,7 @@ def permuted(a: int, b: int, choice: int) -> int:
 def test_64_bits_from_pairs(numbers: tuple[int, int, int]) -> None:
     a, b, c = numbers
     halves = [words([n >> shift & 0xFFFFFFFF]) for n in (a, b, c) for shift in (0, 32)]  # R20:R21, R22:R23,
-    R24:R25
+    R24: R25
     body = """
         IADD3 R40, P0, P1, R20, R22, R24
         IADD3.X R41, R21, R23, R25, P0, P1
