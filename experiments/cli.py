@@ -15,6 +15,7 @@ from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_bench import bench
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_info import info
+from page4.experiments.cli_sm70 import app as sm70
 from page4.experiments.cli_train import train
 from page4.kernels.errors import InputError
 
@@ -32,6 +33,7 @@ app.command("corpus")(corpus)
 app.command("bench")(bench)
 app.command("autotune")(autotune)
 app.command("info")(info)
+app.add_typer(sm70, name="sm70")
 
 
 @app.callback()

@@ -1,7 +1,7 @@
 """The process that compiles: a script that reads requests and writes answers as lines of JSON.
 
 It is started with the import path as its argument. Under the interpreter a jitted function is no longer one
-that Triton can compile, and the Triton that compiles need not be the installed one: both want another process.
+that Triton can compile, and the Triton that compiles need not be the installed one.
 """
 
 from __future__ import annotations

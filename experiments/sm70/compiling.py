@@ -67,7 +67,7 @@ class Job:
 
     @property
     def import_root(self) -> str:
-        """The folder from which the kernel's module is imported by its name; empty where its name is mapped."""
+        """The folder to import the kernel's module from by its name; empty where its name is mapped."""
         parts, file = self._python.__module__.split("."), self.source.with_suffix("")
         return str(file.parents[len(parts) - 1]) if file.parts[-len(parts) :] == tuple(parts) else ""
 
@@ -137,9 +137,7 @@ class Compiler:
             return known
         answer = self._ask({**job.request, "root": job.import_root})
         if "error" in answer:
-            raise CompilationError(
-                f"{job.request['function']} for sm_{job.capability}: {answer['error']}"
-            )
+            raise CompilationError(f"{job.request['function']} for sm_{job.capability}: {answer['error']}")
         cubin = base64.b64decode(answer["cubin"])
         registers, stack_bytes = self.toolchain.resources(cubin)
         values = {

@@ -1,6 +1,6 @@
 """Every kernel of the hot path in every configuration that ships, as it is launched on a V100, A100 and H200.
 
-Nothing here repeats what a launcher decides: the launchers run on GPUs that are not there, and what they would
+Nothing here repeats what a launcher decides: launchers run on GPUs that are not there, and what they would
 launch is noted.
 """
 

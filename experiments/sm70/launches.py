@@ -63,14 +63,15 @@ class Launch:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within the block, kernels of ``page4.kernels`` are not launched but noted in the list that it yields."""
+    """Within the block, kernels of ``page4.kernels`` are not launched but noted in the list it yields."""
     launches: list[Launch] = []
     with ExitStack() as patches:
         for module_name, module in sorted(sys.modules.items()):
             if module_name.startswith("page4.kernels."):
-                kernels = {n: _Recorder(v, launches) for n, v in vars(module).items() if _is_jitted(v)}
-                if kernels:
-                    patches.enter_context(mock.patch.multiple(module, **kernels))
+                for name, value in list(vars(module).items()):
+                    if _is_jitted(value):
+                        recorder = _Recorder(value, launches)
+                        patches.enter_context(mock.patch.object(module, name, recorder))
         yield launches
 
 
@@ -83,7 +84,8 @@ class _Recorder:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*values: Any, **named: Any) -> None:
             names = self._kernel.arg_names
-            arguments = dict(zip(names, values, strict=False)) | {n: named.pop(n) for n in names if n in named}
+            arguments = dict(zip(names, values, strict=False))
+            arguments |= {name: named.pop(name) for name in names if name in named}
             options = {n: v for n, v in named.items() if v is not None and n not in _LAUNCH_ONLY}
             ordered = {name: arguments[name] for name in names}
             self._launches.append(Launch(self._kernel, grid, ordered, options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ class GPU:
 
     @property
     def device(self) -> torch.device:
-        """A device that no machine has, so that nothing that is remembered by device is that of a real one."""
+        """A device that no machine has: nothing that is remembered by device is that of a real one."""
         return torch.device("cuda", self.capability)
 
 
@@ -47,14 +47,17 @@ GPUS = {
 
 @contextmanager
 def pretend_gpu(gpu: GPU) -> Iterator[torch.device]:
-    """Within the block all new tensors are on the GPU: they have shapes, dtypes and strides, and no values."""
+    """Within the block all new tensors are on the GPU; they have shapes, dtypes and strides, no values."""
     properties = SimpleNamespace(multi_processor_count=gpu.multiprocessors, name=gpu.name)
     answers = {
         "get_device_capability": lambda device=None: divmod(gpu.capability, 10),
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: gpu.name,
     }
-    with mock.patch.multiple(torch.cuda, **answers), _OnDevice(gpu.device):
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(_OnDevice(gpu.device))
         yield gpu.device
 
 
@@ -77,7 +80,7 @@ class _OnDevice(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return self._device
-        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.is_cuda.__get__:
             return True
         arguments = dict(kwargs or {})
         if "device" in arguments or func in _FACTORIES:

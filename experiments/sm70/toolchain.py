@@ -1,7 +1,7 @@
 """Where the Triton is that compiles for a V100, and the CUDA tools that come with it.
 
-Triton 3.6 is the newest release of the V100 stack, and the last one whose ``nvdisasm`` reads code for sm_70. It
-is unpacked into a folder of its own, beside whatever Triton is installed: nothing in this process imports it.
+Triton 3.6 is the newest release of the V100 stack, and the last one whose ``nvdisasm`` reads code for sm_70.
+It is unpacked into a folder of its own, beside whatever Triton is installed: this process never imports it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Toolchain:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            command = [self.tool(name), *options, file.name]
+            command = [str(self.tool(name)), *options, file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,0 +1,50 @@
+"""`page4 sm70`: what can be known of code for a V100 without one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from page4.experiments.cli_options import Json
+
+app = typer.Typer(help="Machine code for a V100 (sm_70), without a V100.", no_args_is_help=True)
+
+Thorough = Annotated[
+    bool, typer.Option("--thorough", help="Every combination of format, head dimension, rows and heads.")
+]
+
+
+@app.command("check")
+def check(thorough: Thorough = False, as_json: Json = False) -> None:
+    """Compile every kernel of the hot path for sm_70, sm_80 and sm_90, and check its machine code.
+
+    Target, spills, shared memory, tensor cores, data types and the width of memory accesses. Needs no GPU,
+    but the Triton that `make sm70` unpacks. What was compiled before is taken from .cache/sm70.
+    Exit status 1: a kernel breaks a promise that it is not known to break.
+    """
+    import json
+    import sys
+
+    from rich.console import Console
+
+    from page4.experiments.progress import progress_on
+    from page4.experiments.sm70 import check_report
+    from page4.experiments.sm70.check import check_all
+
+    with progress_on(sys.stderr, "sm70 check") as progress:
+        results = check_all(thorough=thorough, progress=progress)
+    # A table in a log is wider than the 80 columns that are assumed for one.
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(check_report.table(results))
+    for line in check_report.remarks(results):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if as_json:
+        print(json.dumps(check_report.record(results)))
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+@app.callback()
+def sm70() -> None:
+    """Machine code for a V100 (sm_70), without a V100."""
