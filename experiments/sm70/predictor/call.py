@@ -1,12 +1,14 @@
-"""Predicts what a launcher would launch on a V100: its kernels, compiled, emulated on real values, replayed."""
+"""Predicts what a launcher would launch on a V100: compiles it, emulates it on real values, replays it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ from page4.experiments.sm70.predictor.machine import V100
 from page4.experiments.sm70.predictor.predict import Geometry, Place, Prediction, predict
 from page4.experiments.sm70.predictor.sm_model import usual_l2
 from page4.experiments.sm70.pretend_gpu import GPUS, pretend_gpu
+from page4.experiments.sm70.toolchain import VERSION
 from page4.experiments.sm70.trace import SECTOR_BYTES, Trace
+from page4.kernels import tuning
 
 CAPABILITY = 70
 _DEFAULT_WARPS = 4  # Triton's
@@ -45,9 +49,23 @@ class KernelPrediction:
     prediction: Prediction
 
 
+@contextmanager
+def v100_stack() -> Iterator[torch.device]:
+    """Within the block the GPU is a V100, and configurations are those for the Triton that compiles for it.
+
+    New tensors have no values.
+    """
+    version = ".".join(VERSION.split(".")[:2])
+    with (
+        mock.patch.object(tuning, "triton_version", lambda: version),
+        pretend_gpu(GPUS[CAPABILITY]) as device,
+    ):
+        yield device
+
+
 def launches_on_v100(call: Callable[[], object]) -> list[Launch]:
     """What a launcher launches where the GPU is a V100. Tensors that ``call`` makes have no values."""
-    with pretend_gpu(GPUS[CAPABILITY]), recorded_launches() as launches:
+    with v100_stack(), recorded_launches() as launches:
         call()
     return launches
 
@@ -133,7 +151,7 @@ class _Memory:
     def argument(self, value: Any) -> emulator.Argument:
         """What the emulator gets for an argument."""
         if not isinstance(value, Tensor):
-            return value  # type: ignore[no-any-return]
+            return cast(emulator.Argument, value)
         storage, offset = place = _place_of(value)
         if place not in self._values:
             self._kept.append((value, value))
@@ -164,11 +182,11 @@ def _tensor_pairs(whole: Any, sample: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
     """Storage and first byte: a view of another dtype has those of the tensor that it is a view of."""
-    return int(tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _bytes_from(tensor: Tensor) -> Any:
     """The memory from a tensor's first element to the end of its storage, as an array."""
     start = tensor.storage_offset() * tensor.element_size()
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return whole[start:].numpy()

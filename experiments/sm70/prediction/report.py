@@ -1,0 +1,85 @@
+"""What the study leaves in its folder: summary, table and figure. Every time is called predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from page4.experiments.results import ResultFolder
+from page4.experiments.samples import Row
+from page4.experiments.sm70.prediction.cells import cell_label
+from page4.experiments.sm70.prediction.config import PredictConfig
+from page4.experiments.sm70.prediction.figure import plot_roofline
+from page4.experiments.sm70.prediction.goals import Verdict, judge
+from page4.experiments.sm70.predictor.machine import STREAM_BYTES_PER_SECOND
+
+_HEADER = (
+    "requests x rows, heads, format", "implementation", "predicted, us", "of it merge", "floor, us",
+    "floor / predicted", "bound by", "registers", "spills", "warps", "configuration", "emulated blocks",
+)  # fmt: skip
+
+NOTE = (
+    "All times are predicted, none was measured: machine code of Triton 3.6 for sm_70, executed on the "
+    "CPU and replayed through a model of a V100 (80 multiprocessors, 1.53 GHz). Against published times "
+    "of Triton kernels the model is 0 to 12 % slow for additions of 4 M numbers and more, 15 to 30 % for "
+    "shorter ones, and gives matrix products on tensor cores 5 to 20 % too little of the peak; gaps under "
+    "15 % say nothing about an order. L2 is full of other kernels' dirty lines when attention starts; the "
+    "merge finds what attention left there. Launching is not included. The floor is the bytes that cannot "
+    "be avoided at {bandwidth:.0f} GB/s. Programs of {sampled} of the requests are emulated, all are "
+    "replayed."
+)
+
+
+def write_report(results: ResultFolder, rows: Sequence[Row], config: PredictConfig) -> dict[str, Any]:
+    """Judge the rows, write what is made from them, and return what `summary.json` holds."""
+    verdicts = judge(rows, config)
+    timed = [row for row in rows if row["predicted_us"] is not None]
+    summary: dict[str, Any] = {
+        "study": "sm70 predict",
+        "measured": False,
+        "rows": len(rows),
+        "predicted": len(timed),
+        "refused": sum(row["status"] == "refused" for row in rows),
+        "failed": sum(row["status"] == "failed" for row in rows),
+        "goals_met": sum(verdict.met for verdict in verdicts),
+        "goals_missed": sum(not verdict.met for verdict in verdicts),
+        "goals": [verdict.to_json() for verdict in verdicts],
+        "seconds": sum(row["seconds"] for row in timed),
+    }
+    results.write_json("summary.json", summary)
+    results.write_text("table.md", markdown(rows, verdicts, config.sampled_requests))
+    if timed:
+        title = "Attention and merge on a V100, PREDICTED, and the floors of memory and arithmetic"
+        results.write_figure("roofline.png", plot_roofline(timed, title))
+    return summary
+
+
+def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], sampled_requests: int) -> str:
+    """The table, the goals, and what the numbers are."""
+    lines = [_HEADER, ("---",) * len(_HEADER), *map(_cells, rows)]
+    parts = ["**Attention and merge on a V100, predicted**"]
+    parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    parts.append(NOTE.format(bandwidth=STREAM_BYTES_PER_SECOND / 1e9, sampled=sampled_requests))
+    if verdicts:
+        parts.append("Goals:\n\n" + "\n".join(f"- {verdict.text()}" for verdict in verdicts))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    head = (cell_label(row), row["implementation"])
+    if row["predicted_us"] is None:
+        reason = f"{row['status']}: {row['config']}".replace("|", "/")
+        return (*head, *["-"] * (len(_HEADER) - 4), reason, "-")
+    return (
+        *head,
+        f"{row['predicted_us']:.1f}",
+        f"{row['merge_us']:.1f}",
+        f"{row['floor_us']:.1f}",
+        f"{100 * row['floor_fraction']:.0f} %",
+        row["bound"],
+        str(row["registers"]),
+        str(row["spills"]),
+        f"{row['warps_per_multiprocessor']} ({row['occupancy_limit']})",
+        row["config"],
+        f"{row['emulated_blocks']} of {row['blocks']}",
+    )

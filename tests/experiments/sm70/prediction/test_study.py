@@ -1,0 +1,111 @@
+"""The predictions as a study: its folder, its resumption and its report."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+
+from page4.experiments.kernel_cases import StepShape
+from page4.experiments.samples import Row
+from page4.experiments.sm70.prediction.config import Implementation, PredictConfig
+from page4.experiments.sm70.prediction.study import run
+from page4.kernels.errors import InputError
+from tests.experiments.sm70.prediction.predicted_rows import invented
+
+CONFIG = PredictConfig(requests=(16, 64), formats=("e4m3", "int8"), kernel_configs="defaults")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("predict") / "out"
+    return out, run(CONFIG, out, predict=invented)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_per_step_and_implementation(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = finished
+    rows = read(out / "predictions.csv")
+    assert len(rows) == summary["rows"] == 2 * (2 * 2 * 2 + 2 * 2)
+    assert summary["refused"] == 4
+    assert summary["predicted"] == len(rows) - 4
+    assert {row["status"] for row in rows} == {"predicted", "refused"}
+
+
+def test_nothing_is_called_measured(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = finished
+    assert summary["measured"] is False
+    assert json.loads((out / "summary.json").read_text())["measured"] is False
+    text = (out / "table.md").read_text()
+    assert "predicted, us" in text
+    assert "none was measured" in text
+    assert "emulated" in text
+
+
+def test_the_table_says_why_there_is_no_time(finished: tuple[Path, dict[str, Any]]) -> None:
+    text = (finished[0] / "table.md").read_text()
+    assert "refused: it reads fp16, got int8" in text
+    columns = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
+    assert len(columns) == 1
+
+
+def test_goals_are_judged(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = finished
+    assert summary["goals_met"] + summary["goals_missed"] == len(summary["goals"]) > 0
+    # 16 requests: 32 of 36 us; 64: 128 of 115 us.
+    by_cell = {(goal["cell"], goal["what"]): goal["met"] for goal in summary["goals"]}
+    assert by_cell["16 x 4, 6/1, e4m3", "microseconds"]
+    assert not by_cell["64 x 4, 6/1, e4m3", "microseconds"]
+    assert "MISSED" in (out / "table.md").read_text()
+
+
+def test_the_roofline_is_a_picture(finished: tuple[Path, dict[str, Any]]) -> None:
+    height, width, _ = matplotlib.image.imread(finished[0] / "roofline.png").shape
+    assert min(height, width) > 300
+
+
+def test_an_interrupted_study_is_resumed(tmp_path: Path) -> None:
+    calls: list[tuple[StepShape, Implementation]] = []
+
+    def interrupted(shape: StepShape, implementation: Implementation) -> Row:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append((shape, implementation))
+        return invented(shape, implementation)
+
+    def resumed(shape: StepShape, implementation: Implementation) -> Row:
+        assert (shape, implementation) not in calls
+        return invented(shape, implementation)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, tmp_path / "out", predict=interrupted)
+    assert len(read(tmp_path / "out" / "predictions.csv")) == 3
+    assert (tmp_path / "out" / "table.md").exists()
+    assert run(CONFIG, tmp_path / "out", predict=resumed)["rows"] == 24
+    # A finished one is only reported again, without a compiler.
+    assert run(CONFIG, tmp_path / "out")["rows"] == 24
+
+
+def test_another_configuration_needs_another_folder(finished: tuple[Path, dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match="rows"):
+        run(PredictConfig(rows=(1,)), finished[0], predict=invented)
+
+
+def test_a_missing_folder_of_configurations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        run(PredictConfig(kernel_configs=tmp_path / "nothing"), tmp_path / "out", predict=invented)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGE4_SM70", str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="make sm70"):
+        run(CONFIG, tmp_path / "out")
