@@ -11,14 +11,10 @@ Nobody ran them on a V100: some of the error is that they are not the same code.
 
 from __future__ import annotations
 
-import gzip
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from page4.experiments.sm70 import emulator
-from page4.experiments.sm70.assembly import Program, parse
 from page4.experiments.sm70.predictor.launch import affine_grid
 from page4.experiments.sm70.predictor.lowering import lower_program, lower_trace
 from page4.experiments.sm70.predictor.machine import TENSOR_FLOPS, V100
@@ -26,13 +22,9 @@ from page4.experiments.sm70.predictor.occupancy import occupancy
 from page4.experiments.sm70.predictor.predict import Geometry, Place, Prediction, predict
 from page4.experiments.sm70.predictor.sm_model import replay
 from page4.experiments.sm70.trace import Trace
+from tests.experiments.sm70.predictor.listings import listing
 
-FIXTURES = Path(__file__).parent / "fixtures"
 LAUNCH_US = 5.0
-
-
-def listing(name: str) -> Program:
-    return parse(gzip.decompress((FIXTURES / f"{name}.sass.gz").read_bytes()).decode())
 
 
 def addition(count: int, most_blocks: int = 8) -> Prediction:
