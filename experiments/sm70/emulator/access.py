@@ -13,6 +13,7 @@ from .memory import Access, Memory
 from .operands import Array, Operands
 from .operation import Mask, Operation, Unsupported, allow
 from .races import RaceList
+from .undefined import ALL_BITS
 
 AccessBuilder = Callable[[Instruction, Operands, Memory, RaceList], Operation]
 
@@ -52,9 +53,9 @@ class _Side:
         """``[n]`` int64."""
         undefined = self.threads.undefined
         for register in self._registers:
-            if undefined.anywhere[register] and undefined.bytes[register][who].any():
+            if undefined.anywhere[register] and undefined.bits[register][who].any():
                 wrong = np.zeros(self.threads.count, bool)
-                wrong[who] = undefined.bytes[register][who] != 0
+                wrong[who] = undefined.bits[register][who] != 0
                 raise self.threads.fail(
                     self.instruction, wrong, f"the address depends on an undefined value in R{register}"
                 )
@@ -104,8 +105,8 @@ def load(instruction: Instruction, operands: Operands, memory: Memory, races: Ra
                 if threads.undefined.anywhere[place]:
                     threads.undefined.set(place, None, mask)
                 continue
-            marks = np.zeros(threads.count, np.uint8)
-            marks[who] = undefined[word]  # a load of 1 or 2 bytes fills the register
+            marks = np.zeros(threads.count, np.uint32)
+            marks[who] = ALL_BITS * (undefined[word] != 0) if signed else undefined[word]
             threads.undefined.set(place, marks, mask)
 
     def run_global(mask: Mask) -> None:
@@ -149,14 +150,14 @@ def store(instruction: Instruction, operands: Operands, memory: Memory, races: R
     zeros = source.number == ZERO_REGISTER
     numbers = [ZERO_REGISTER if zeros else source.number + word for word in range(words)]
     rows = [threads.registers[number] for number in numbers]
-    stored_bytes = np.uint8((1 << min(size, 4)) - 1)
+    stored = np.uint32((1 << 8 * min(size, 4)) - 1)
 
     def take(mask: Mask, who: Array) -> tuple[list[Array], list[Array] | None]:
         values = rows if mask is None else [row[who] for row in rows]
         undefined = threads.undefined
         if not any(undefined.anywhere[number] for number in numbers):
             return values, None
-        marks = [undefined.bytes[number][who] & stored_bytes for number in numbers]
+        marks = [undefined.bits[number][who] & stored for number in numbers]
         return values, marks if any(mark.any() for mark in marks) else None
 
     def run_global(mask: Mask) -> None:
@@ -215,8 +216,8 @@ def atomic(instruction: Instruction, operands: Operands, memory: Memory, races: 
         memory.last = Access("global", None if mask is None else who, addresses, 4)
         fail = side.fail(who)
         for number in sources:
-            if threads.undefined.anywhere[number] and threads.undefined.bytes[number][who].any():
-                wrong = threads.undefined.bytes[number][who] != 0
+            if threads.undefined.anywhere[number] and threads.undefined.bits[number][who].any():
+                wrong = threads.undefined.bits[number][who] != 0
                 raise fail(wrong, f"an atomic operation with an undefined value in R{number}")
         read = [np.broadcast_to(value(), threads.count)[who] for value in values]
         for piece in memory.globals.pieces(addresses, 4, fail):

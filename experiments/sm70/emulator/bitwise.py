@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from page4.experiments.sm70.assembly import Immediate, Instruction, Operand, Pre
 
 from .operands import Array, Operands, Reader, places
 from .operation import Builder, Mask, Operation, Unsupported, allow, one_result, result_places
-from .undefined import ALL_BYTES, PREDICATES, bits_of, bytes_of
+from .undefined import ALL_BITS, PREDICATES
 
 
 def _lookup(table: int, a: Any, b: Any, c: Any) -> Any:
@@ -52,19 +53,20 @@ def lop3(instruction: Instruction, operands: Operands) -> Operation:
 
     def spread(mask: Mask) -> None:
         """Undefined is where the result depends on an undefined bit."""
-        read = [np.broadcast_to(value(), count) for value in (a, b, c)]
-        changes = np.zeros(count, np.uint32)
-        for index, operand in enumerate(values):
+        choices: list[tuple[Array, ...]] = []
+        for value, operand in zip((a, b, c), values, strict=True):
+            given = np.broadcast_to(value(), count)
             if isinstance(operand, Register) and undefined.anywhere[operand.number]:
-                bits = bits_of(undefined.bytes[operand.number])
-                low, high = list(read), list(read)
-                low[index], high[index] = read[index] & ~bits, read[index] | bits
-                changes |= _lookup(lut, *low) ^ _lookup(lut, *high)
-        touched = bytes_of(changes)
-        for result in result_places(target):
-            undefined.set(result, touched, mask)
-        for result in result_places(*([test] if test else [])):
-            undefined.set(result, np.where(touched != 0, np.uint8(ALL_BYTES), np.uint8(0)), mask)
+                bits = undefined.bits[operand.number]
+                choices.append((given & ~bits, given | bits))
+            else:
+                choices.append((given,))
+        results = [_lookup(lut, *chosen) for chosen in product(*choices)]
+        changes = np.bitwise_or.reduce(results) & ~np.bitwise_and.reduce(results)
+        for place in result_places(target):
+            undefined.set(place, changes, mask)
+        for place in result_places(*([test] if test else [])):
+            undefined.set(place, np.where(changes != 0, ALL_BITS, np.uint32(0)), mask)
 
     results = result_places(target, *([test] if test else []))
     return Operation(run, places(*values, *sources[4:]), results, spread)
@@ -204,8 +206,8 @@ def prmt(instruction: Instruction, operands: Operands) -> Operation:
     threads = operands.threads
     write = operands.to_register(instruction.operands[0])
 
-    def eight_bytes(low: Any, high: Any, size: int) -> Array:
-        both = np.empty((threads.count, 2), np.uint32 if size == 4 else np.uint8)
+    def eight_bytes(low: Any, high: Any) -> Array:
+        both = np.empty((threads.count, 2), np.uint32)
         both[:, 0], both[:, 1] = low, high
         return both.view(np.uint8)
 
@@ -214,7 +216,7 @@ def prmt(instruction: Instruction, operands: Operands) -> Operation:
         return chosen.astype(np.int64)  # [..., 4]
 
     def run(mask: Mask) -> None:
-        source, chosen = eight_bytes(a(), b(), 4), choices()
+        source, chosen = eight_bytes(a(), b()), choices()
         choice = chosen & 7
         picked = source[:, choice] if choice.ndim == 1 else np.take_along_axis(source, choice, 1)
         signs = chosen & 8 != 0
@@ -226,14 +228,13 @@ def prmt(instruction: Instruction, operands: Operands) -> Operation:
         """Bytes carry with them whether they are undefined."""
         undefined = threads.undefined
         low, high = (
-            undefined.bytes[o.number] if isinstance(o, Register) else np.uint8(0) for o in (first, second)
+            undefined.bits[o.number] if isinstance(o, Register) else np.uint32(0) for o in (first, second)
         )
-        bits = eight_bytes(low, high, 1)[:, :, None] >> np.arange(4, dtype=np.uint8) & 1
         chosen = np.broadcast_to(choices() & 7, (threads.count, 4))
-        picked = np.take_along_axis(bits.reshape(-1, 8), chosen, 1)
-        found = (picked << np.arange(4)).sum(1).astype(np.uint8)
+        picked = np.take_along_axis(eight_bytes(low, high), chosen, 1)
+        found = np.ascontiguousarray(picked).view(np.uint32)[:, 0]
         if isinstance(chooser, Register):
-            found = np.where(undefined.bytes[chooser.number] != 0, np.uint8(ALL_BYTES), found)
+            found = np.where(undefined.bits[chooser.number] != 0, ALL_BITS, found)
         for result in result_places(instruction.operands[0]):
             undefined.set(result, found, mask)
 
@@ -259,11 +260,11 @@ def selection(
 
     def spread(mask: Mask) -> None:
         one, other = (
-            undefined.bytes[o.number] if isinstance(o, Register) else np.uint8(0) for o in (first, second)
+            undefined.bits[o.number] if isinstance(o, Register) else np.uint32(0) for o in (first, second)
         )
         found = np.where(choose(), one, other)
         assert isinstance(chooser, Predicate)
-        found = np.where(undefined.bytes[PREDICATES + chooser.number] != 0, np.uint8(ALL_BYTES), found)
+        found = np.where(undefined.bits[PREDICATES + chooser.number] != 0, ALL_BITS, found)
         for result in result_places(instruction.operands[0]):
             undefined.set(result, found, mask)
 

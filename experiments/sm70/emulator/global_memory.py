@@ -42,7 +42,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self._bytes: list[Array] = []
         self._words: list[Array] = []  # the whole 32-bit words of each array
-        self._undefined: list[Array | None] = []  # per array, a bit per byte of each word
+        self._undefined: list[Array | None] = []  # per array, ones for bits that nobody wrote
 
     def add(self, buffer: Buffer) -> int:
         """Map an array, each piece of memory once; returns the address to pass."""
@@ -54,7 +54,7 @@ class GlobalMemory:
                 return number * RANGE_BYTES + buffer.offset
         self._bytes.append(data)
         self._words.append(data[: len(data) // 4 * 4].view(np.uint32))
-        undefined = None if buffer.written else np.full(len(data) // 4 + 1, 15, np.uint8)
+        undefined = None if buffer.written else np.full(len(data) // 4 + 1, 0xFFFFFFFF, np.uint32)
         self._undefined.append(undefined)
         return len(self._bytes) * RANGE_BYTES + buffer.offset
 
@@ -103,7 +103,7 @@ class Piece:
         offsets: int64, first bytes.
         data: the array as uint8.
         words: its whole words as uint32.
-        undefined: per word, a bit per byte that nobody wrote, or None: all is written.
+        undefined: per word, ones for bits that nobody wrote, or None: all is written.
         number: of the array.
     """
 
@@ -136,7 +136,7 @@ class Piece:
             self.data[self.offsets] = values[0].astype(np.uint8)
 
     def load_undefined(self, size: int) -> list[Array] | None:
-        """Masks of undefined bytes per register; None where there are none."""
+        """Undefined bits per register; None where there are none."""
         return None if self.undefined is None else load_marks(self.undefined, self.offsets, size)
 
     def store_defined(self, size: int) -> None:
@@ -146,25 +146,25 @@ class Piece:
 
 
 def load_marks(marks: Array, offsets: Array, size: int) -> list[Array] | None:
-    """Masks of undefined bytes of accesses at byte offsets, per register; None where all are defined."""
+    """Undefined bits of accesses at byte offsets, uint32 per register; None where all are defined."""
     first = offsets >> 2
     if size >= 4:
         found = [marks[first + word] for word in range(size // 4)]
     else:
-        inside = (offsets & 3).astype(np.uint8)
-        found = [marks[first] >> inside & np.uint8((1 << size) - 1)]
+        inside = (offsets & 3).astype(np.uint32) << np.uint32(3)
+        found = [marks[first] >> inside & np.uint32((1 << 8 * size) - 1)]
     return found if any(mask.any() for mask in found) else None
 
 
 def store_marks(marks: Array, offsets: Array, size: int, undefined: list[Array] | None) -> None:
-    """Set masks of undefined bytes; None: all bytes are defined."""
+    """Set undefined bits; None: all are defined."""
     first = offsets >> 2
     if size >= 4:
         for word in range(size // 4):
             marks[first + word] = 0 if undefined is None else undefined[word]
         return
-    inside = (offsets & 3).astype(np.uint8)
-    own = np.uint8((1 << size) - 1)
-    value = np.zeros(len(first), np.uint8) if undefined is None else undefined[0] & own
+    inside = (offsets & 3).astype(np.uint32) << np.uint32(3)
+    own = np.uint32((1 << 8 * size) - 1)
+    value = np.zeros(len(first), np.uint32) if undefined is None else undefined[0] & own
     np.bitwise_and.at(marks, first, ~(own << inside))  # several threads may write bytes of one word
     np.bitwise_or.at(marks, first, value << inside)

@@ -23,9 +23,14 @@ _HIDDEN_SIGN = np.uint16(0x8000)
 
 
 def pairs(operands: Operands, operand: Operand) -> Reader:
-    """Reads ``[..., 2]`` float16, the lower half first, with modifiers."""
+    """Reads ``[..., 2]`` float16, the lower half first, or ``[..., 1]`` for both; with modifiers.
+
+    A register with the selector ``F32`` is one float32 for both.
+    """
     if isinstance(operand, Register):
         row = operands.threads.registers[operand.number].view(np.float16).reshape(-1, 2)
+        if operand.selector == "F32":
+            row = operands.threads.registers[operand.number].view(np.float32).reshape(-1, 1)
 
         def plain() -> Any:
             return row
@@ -40,7 +45,7 @@ def pairs(operands: Operands, operand: Operand) -> Reader:
         raise Unsupported(f"operand {operand}")
     parts = operand.selector.split(".")
     half = {"H0_H0": 0, "H1_H1": 1}.get(parts[0])
-    if parts[0] not in ("", "H0_H0", "H1_H1"):
+    if parts[0] not in ("", "H0_H0", "H1_H1", "F32"):
         raise Unsupported(f"selector {operand.selector}")
 
     def read() -> Any:
@@ -108,8 +113,10 @@ def _first_half(operands: Operands, compute: Callable[..., Any], readers: list[R
 
 
 def hadd2(instruction: Instruction, operands: Operands) -> Operation:
-    """``a + b``; ``.F32`` gives the float32 sum of lower halves, which converts when b is -0."""
-    return _arithmetic(instruction, operands, lambda a, b: np.add(a, b, dtype=np.float32), 2)
+    """``a + b``; ``.F32`` gives the float32 sum of lower halves. Adding -0 converts."""
+    wide = any(isinstance(o, Register) and o.selector == "F32" for o in instruction.operands)
+    kind = np.float64 if wide else np.float32
+    return _arithmetic(instruction, operands, lambda a, b: np.add(a, b, dtype=kind), 2)
 
 
 def hmul2(instruction: Instruction, operands: Operands) -> Operation:

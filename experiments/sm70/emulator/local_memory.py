@@ -21,7 +21,7 @@ class LocalMemory:
     def __init__(self, threads: int, size: int) -> None:
         self.size = size
         self._words = np.zeros(threads * size // 4, np.uint32)
-        self._undefined = np.full(threads * size // 4, 15, np.uint8)
+        self._undefined = np.full(threads * size // 4, 0xFFFFFFFF, np.uint32)
 
     def places(
         self, addresses: Array, threads: Array, size: int, fail: Callable[[Array, str], Exception]
@@ -33,7 +33,7 @@ class LocalMemory:
         return threads * self.size + addresses
 
     def load(self, offsets: Array, size: int) -> tuple[list[Array], list[Array] | None]:
-        """uint32 per register of the access, and masks of undefined bytes."""
+        """uint32 per register of the access, and undefined bits."""
         if size >= 4:
             values = [self._words[(offsets >> 2) + word] for word in range(size // 4)]
         else:

@@ -178,7 +178,7 @@ class Machine:
         threads, guard = self._threads, instruction.predicate
         holds = threads.predicates[guard.number]
         if threads.undefined.anywhere[PREDICATES + guard.number]:
-            wrong = threads.undefined.bytes[PREDICATES + guard.number] != 0
+            wrong = threads.undefined.bits[PREDICATES + guard.number] != 0
             wrong = wrong if group is None else wrong & group
             if wrong.any():
                 raise threads.fail(instruction, wrong, f"P{guard.number} depends on an undefined value")
@@ -206,7 +206,7 @@ class Machine:
                 return target.index
             taken = self._everyone(mask)
             for number, read in zip(numbers, reads, strict=True):
-                wrong = undefined.bytes[PREDICATES + number] != 0
+                wrong = undefined.bits[PREDICATES + number] != 0
                 if undefined.anywhere[PREDICATES + number] and (wrong & taken).any():
                     raise threads.fail(instruction, wrong & taken, f"P{number} depends on an undefined value")
                 taken = taken & read()
@@ -249,7 +249,7 @@ class Machine:
         def jump(group: Array | None, mask: Array | None) -> int | None:
             leaving, members = self._everyone(mask), self._everyone(group)
             if undefined.anywhere[register.number]:
-                wrong = leaving & (undefined.bytes[register.number] != 0)
+                wrong = leaving & (undefined.bits[register.number] != 0)
                 if wrong.any():
                     raise self._threads.fail(instruction, wrong, "an undefined return address")
             counters = self._convergence.counters

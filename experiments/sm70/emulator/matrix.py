@@ -22,7 +22,7 @@ from .operands import Array, Operands
 from .operation import Builder, Mask, Operation, Unsupported, allow
 from .rounding import canonical
 from .threads import WARP
-from .undefined import ALL_BYTES
+from .undefined import ALL_BITS
 
 _DEPTH = 4
 
@@ -97,17 +97,17 @@ def hmma(instruction: Instruction, operands: Operands) -> Operation:
         undefined = threads.undefined
         found: Any = np.zeros((2, threads.count), bool)
         for number, places in sources:
-            both = undefined.bytes[number : number + 2] != 0  # a register's halves count together
+            both = undefined.bits[number : number + 2] != 0  # a register's halves count together
             halves = np.repeat(both.T, 2, 1).reshape(-1, WARP * 4)
             found |= np.asarray(halves[:, places].any(-1)).transpose(1, 0, 2).reshape(2, -1)
         for index in range(2):
             if c.number != ZERO_REGISTER:
-                found[index] |= undefined.bytes[c.number + index] != 0
-            undefined.set(d.number + index, found[index] * np.uint8(ALL_BYTES), mask)
+                found[index] |= undefined.bits[c.number + index] != 0
+            undefined.set(d.number + index, found[index] * ALL_BITS, mask)
 
-    read = [(number + further, ALL_BYTES) for number, _ in sources for further in range(2)]
+    read = [(number + further, ALL_BITS) for number, _ in sources for further in range(2)]
     if c.number != ZERO_REGISTER:
-        read += [(c.number + further, ALL_BYTES) for further in range(2)]
+        read += [(c.number + further, ALL_BITS) for further in range(2)]
     return Operation(run, tuple(read), (d.number, d.number + 1), spread)
 
 

@@ -22,13 +22,13 @@ from page4.experiments.sm70.assembly import (
 
 from .errors import EmulationError
 from .threads import Threads
-from .undefined import ALL_BYTES, PREDICATES
+from .undefined import ALL_BITS, PREDICATES
 
 Array = NDArray[Any]
 Reader: TypeAlias = Callable[[], Any]
 Writer: TypeAlias = Callable[[Any, Array | None], None]
 
-_HALF_BYTES = {"H0_H0": 3, "H1_H1": 12}
+_HALF_BITS = {"H0_H0": np.uint32(0xFFFF), "H1_H1": np.uint32(0xFFFF0000)}
 NAN_FLOAT = 0x7FFFFFFF  # what arithmetic gives for any NaN
 
 
@@ -182,16 +182,16 @@ def flush_subnormal(value: Any) -> Any:
     return np.where(small, np.copysign(np.float32(0), value), value) if np.any(small) else value
 
 
-def places(*operands: Operand, wide: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
+def places(*operands: Operand, wide: tuple[int, ...] = ()) -> tuple[tuple[int, Any], ...]:
     """What the operands read, as :meth:`Undefined.of` takes it; those at indices ``wide`` are pairs."""
-    found: list[tuple[int, int]] = []
+    found: list[tuple[int, Any]] = []
     for index, operand in enumerate(operands):
         if isinstance(operand, Predicate):
-            found.append((PREDICATES + operand.number, ALL_BYTES))
+            found.append((PREDICATES + operand.number, ALL_BITS))
         elif isinstance(operand, Register) and operand.number != ZERO_REGISTER:
-            found.append((operand.number, _HALF_BYTES.get(operand.selector, ALL_BYTES)))
+            found.append((operand.number, _HALF_BITS.get(operand.selector, ALL_BITS)))
             if index in wide:
-                found.append((operand.number + 1, ALL_BYTES))
+                found.append((operand.number + 1, ALL_BITS))
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from page4.experiments.sm70.assembly import (
 )
 
 from .operands import Operands, places
-from .undefined import ALL_BYTES, PREDICATES, Undefined, bits_of, bytes_of
+from .undefined import ALL_BITS, PREDICATES, Undefined
 
 Array = NDArray[Any]
 Mask: TypeAlias = Array | None  # of threads; None: all of them
@@ -33,12 +33,12 @@ class Operation:
         run: executes it for the threads of a mask.
         sources: what it reads, as :meth:`Undefined.of` takes it.
         results: places that it writes.
-        spread: how undefined bytes go from sources to results, for the threads of a mask, called before
+        spread: how undefined bits go from sources to results, for the threads of a mask, called before
             ``run``; None makes a result undefined where any source is.
     """
 
     run: Callable[[Mask], None]
-    sources: tuple[tuple[int, int], ...] = ()
+    sources: tuple[tuple[int, Any], ...] = ()
     results: tuple[int, ...] = ()
     spread: Callable[[Mask], None] | None = None
 
@@ -57,7 +57,7 @@ class Operation:
             return
         found = undefined.of(self.sources)
         assert found is not None
-        everything = found.astype(np.uint8) * np.uint8(ALL_BYTES)
+        everything = found.astype(np.uint32) * ALL_BITS
         for result in self.results:
             undefined.set(result, everything, mask)
 
@@ -114,11 +114,11 @@ def one_result(
 
     def spread(mask: Mask) -> None:
         assert move is not None
-        marks: Any = np.uint8(0)
+        marks: Any = np.zeros(operands.threads.count, np.uint32)
         for place, which in read:
-            marks = marks | undefined.bytes[place] & np.uint8(which)
+            marks = marks | undefined.bits[place] & which
         for result in results:
-            undefined.set(result, bytes_of(move(bits_of(marks))), mask)
+            undefined.set(result, move(marks), mask)
 
     return Operation(lambda mask: write(compute(), mask), read, results, spread if move else None)
 

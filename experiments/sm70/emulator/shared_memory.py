@@ -35,7 +35,7 @@ class SharedMemory:
         self._data = np.zeros(blocks * self._stride, np.uint8)
         self._words = self._data.view(np.uint32)
         self._halves = self._data.view(np.uint16)
-        self._undefined = np.full(blocks * self._stride // 4, 15, np.uint8)
+        self._undefined = np.full(blocks * self._stride // 4, 0xFFFFFFFF, np.uint32)
         self._unit = 1 if by_byte else 4
         self._check = check_races and warps > 1
         groups = -(-warps // _GROUP)
@@ -65,7 +65,7 @@ class SharedMemory:
     def load(
         self, offsets: Array, size: int, warps: Array, report: Report
     ) -> tuple[list[Array], list[Array] | None]:
-        """uint32 per register of the access, and masks of undefined bytes."""
+        """uint32 per register of the access, and undefined bits."""
         if self._check:
             self._touched = True
             writers = self._writers.view(np.uint64)

@@ -11,7 +11,7 @@ from page4.experiments.sm70.assembly import Immediate, Instruction, Predicate, R
 from .operands import Array, Operands, places
 from .operation import Builder, Mask, Operation, Unsupported, allow, result_places
 from .threads import WARP
-from .undefined import ALL_BYTES, PREDICATES
+from .undefined import ALL_BITS, PREDICATES
 
 
 def _source_lanes(kind: str, lane: Array, by: Any, clamp: Any) -> tuple[Array, Array]:
@@ -58,19 +58,19 @@ def shfl(instruction: Instruction, operands: Operands) -> Operation:
             silent = mask & ~mask[index]
             if silent.any() and isinstance(target, Register):
                 for place in result_places(target):
-                    marks = threads.undefined.bytes[place].copy()
-                    marks[silent] = ALL_BYTES
+                    marks = threads.undefined.bits[place].copy()
+                    marks[silent] = ALL_BITS
                     threads.undefined.set(place, marks, mask)
 
     def spread(mask: Mask) -> None:
         index, _ = reads()
         undefined = threads.undefined
-        marks: Any = np.zeros(threads.count, np.uint8)
+        marks: Any = np.zeros(threads.count, np.uint32)
         if isinstance(source, Register):
-            marks = undefined.bytes[source.number][index]
+            marks = undefined.bits[source.number][index]
         for operand in (by_operand, clamp_operand):
             if isinstance(operand, Register):
-                marks = np.where(undefined.bytes[operand.number] != 0, np.uint8(ALL_BYTES), marks)
+                marks = np.where(undefined.bits[operand.number] != 0, ALL_BITS, marks)
         for place in result_places(target):
             undefined.set(place, marks, mask)
 
@@ -103,11 +103,11 @@ def vote(instruction: Instruction, operands: Operands) -> Operation:
     def spread(mask: Mask) -> None:
         """One undefined predicate makes the word of its warp undefined."""
         assert isinstance(asked, Predicate)
-        wrong = threads.undefined.bytes[PREDICATES + asked.number] != 0
+        wrong = threads.undefined.bits[PREDICATES + asked.number] != 0
         wrong = wrong if mask is None else wrong & mask
         warps = np.repeat(wrong.reshape(-1, WARP).any(1), WARP)
         for place in result_places(*([target] if target else []), test):
-            threads.undefined.set(place, warps * np.uint8(ALL_BYTES), mask)
+            threads.undefined.set(place, warps * ALL_BITS, mask)
 
     results = result_places(*([target] if target else []), test)
     return Operation(run, places(asked), results, spread)

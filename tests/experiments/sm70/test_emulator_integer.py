@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from .small_programs import outputs, words
 
 EDGES = [0, 1, 2, 31, 32, 33, 0x7F, 0x80, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF]
-A, B, C = words(EDGES), words(EDGES[::-1] + [3, 5]), words([7, 0, 0xFFFFFFFF, 0x80000000, 12345])
+A, B, C = words(EDGES), words([*EDGES[::-1], 3, 5]), words([7, 0, 0xFFFFFFFF, 0x80000000, 12345])
 
 
 def signed(x: int) -> int:
@@ -107,8 +107,7 @@ def permuted(a: int, b: int, choice: int) -> int:
 @settings(max_examples=20)
 def test_64_bits_from_pairs(numbers: tuple[int, int, int]) -> None:
     a, b, c = numbers
-    halves = [words([n >> shift & 0xFFFFFFFF]) for n in (a, b, c) for shift in (0, 32)]  # R20:R21, R22:R23,
-    R24: R25
+    halves = [words([n >> shift & 0xFFFFFFFF]) for n in (a, b, c) for shift in (0, 32)]
     body = """
         IADD3 R40, P0, P1, R20, R22, R24
         IADD3.X R41, R21, R23, R25, P0, P1
