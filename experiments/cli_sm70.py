@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from page4.experiments.cli_options import Json
+from page4.experiments.cli_options import ConfigFile, Json, Out, Overrides, Quick, Seed
 
 app = typer.Typer(help="Machine code for a V100 (sm_70), without a V100.", no_args_is_help=True)
 
@@ -42,6 +42,39 @@ def check(thorough: Thorough = False, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(check_report.record(results)))
     if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+@app.command("predict")
+def predict(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the times of attention and merge on a V100, beside plain tl.dot and the floor of their bytes.
+
+    Machine code is executed on the CPU and replayed through a model of the GPU: nothing is measured. Needs
+    the Triton that `make sm70` unpacks. Results go to results/sm70-predict or --out: a CSV file, table,
+    summary and roofline. Exit status 1: a kernel does not compile or does not run.
+    """
+    from page4.experiments.cli_study import result_folder, run_study
+    from page4.experiments.config import load_config
+    from page4.experiments.sm70.prediction.config import PredictConfig
+    from page4.kernels.errors import InputError
+
+    config = load_config(PredictConfig, config_file, overrides or [], quick=quick, seed=seed)
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        raise InputError("page4 sm70 predict needs numba: pip install 'page4[sm70]'") from error
+    from page4.experiments.sm70.prediction.study import run
+
+    folder = result_folder(out, "sm70-predict", quick)
+    summary = run_study("sm70 predict", run, config, folder, as_json)
+    if summary["failed"]:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,79 @@
+"""A small step from the launcher to a predicted time, with everything in between."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from page4.experiments.cli import run as run_command
+from page4.experiments.kernel_cases import StepShape
+from page4.experiments.sm70.compiling import Compiler
+from page4.experiments.sm70.prediction.attention import predict_attention
+from page4.experiments.sm70.toolchain import side_install
+from page4.kernels.errors import InputError
+
+STEP = StepShape(
+    requests=4, rows=4, query_heads=6, kv_heads=1, context=512, overlap=0.9, kv_format="e4m3", topk=32
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(side_install())
+
+
+def test_attention_and_merge_have_times_above_their_floor(compiler: Compiler) -> None:
+    step = predict_attention(STEP, "gluon", compiler, 1, 0)
+    names = [kernel.kernel for kernel in step.kernels]
+    assert names == ["page4_attention_volta_kernel", "merge_kernel"]
+    attention, merge = (kernel.prediction for kernel in step.kernels)
+    assert attention.static.hmma > 0
+    assert attention.static.spills == 0
+    assert step.us == attention.us + merge.us
+    assert step.us > 1e6 * step.floor_bytes / 830e9
+    # Every request reads its K and V, though one alone was emulated.
+    assert attention.emulated_blocks * STEP.requests == attention.blocks
+    keys_and_values = step.floor_bytes - 3 * 2 * 16 * 6 * 256
+    assert attention.replay.read_bytes >= 0.9 * keys_and_values
+    # What attention wrote is in L2 when it is merged; the gate is not.
+    assert merge.replay.read_bytes < 0.5 * merge.replay.l2_bytes
+
+
+def test_all_requests_emulated_take_as_long_as_one_repeated(compiler: Compiler) -> None:
+    one, all_four = (predict_attention(STEP, "gluon", compiler, sampled, 0).us for sampled in (1, 4))
+    assert one == pytest.approx(all_four, rel=0.1)
+
+
+def test_more_requests_take_longer(compiler: Compiler) -> None:
+    few, many = (
+        predict_attention(replace(STEP, requests=requests), "gluon", compiler, 1, 0).us
+        for requests in (4, 64)
+    )
+    assert many > 2 * few
+
+
+def test_what_a_v100_cannot_run_is_refused(compiler: Compiler) -> None:
+    with pytest.raises(InputError, match="int8"):
+        predict_attention(replace(STEP, kv_format="int8"), "gluon", compiler, 1, 0)
+
+
+def test_the_command_leaves_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    settings = ("context=512", "topk=32", "formats=e4m3", "implementations=gluon", "requests=2")
+    options = [text for setting in settings for text in ("--set", setting)]
+    command = ["sm70", "predict", "--quick", "--out", str(out), *options, "--json"]
+    assert run_command(command) == 0
+    printed = capsys.readouterr().out
+    assert "Attention and merge on a V100, predicted" in printed
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["predicted"] == 1
+    assert summary["measured"] is False
+    assert {"predictions.csv", "summary.json", "table.md", "roofline.png"} <= {f.name for f in out.iterdir()}
+
+
+def test_a_wrong_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sm70", "predict", "--set", "rows=9"]) == 2
+    assert capsys.readouterr().err == "page4: rows of a step are 1..8, got 9\n"
