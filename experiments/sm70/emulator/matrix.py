@@ -12,6 +12,7 @@ these sums is not documented, and differs by its rounding.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,18 @@ def fragment_source(lane: Array, place: Array, *, whole: bool) -> tuple[Array, A
     return owners, np.broadcast_to(place[..., None] % 4, owners.shape)
 
 
+@cache
+def _fragment_places(step: int, *, of_rows: bool, whole: bool) -> Array:
+    """``[depth, 2, 32]`` into the halves ``[32 * 4]`` of a warp, for both accumulators of a step."""
+    lane = np.arange(WARP)
+    found = []
+    for index in (2 * step, 2 * step + 1):
+        row, column = accumulator_place(lane, index)
+        owner, half = fragment_source(lane, row if of_rows else column, whole=whole)
+        found.append((owner * 4 + half).T)
+    return np.stack(found, 1)
+
+
 def hmma(instruction: Instruction, operands: Operands) -> Operation:
     """Two accumulators per thread: ``d = a * b + c``."""
     allow(instruction, "884", "F32", "STEP0", "STEP1", "STEP2", "STEP3")
@@ -68,42 +81,44 @@ def hmma(instruction: Instruction, operands: Operands) -> Operation:
     assert isinstance(c, Register)
     step = int(instruction.modifiers[-1].removeprefix("STEP"))
     threads = operands.threads
-    lane = np.arange(WARP)
-    rows, columns = zip(*(accumulator_place(lane, 2 * step + index) for index in range(2)), strict=True)
-    sources = []
-    for operand, places, whole in ((a, rows, "ROW"), (b, columns, "COL")):
-        if operand.selector not in ("ROW", "COL"):
-            raise Unsupported(f"layout {operand.selector}")
-        found = [fragment_source(lane, place, whole=operand.selector == whole) for place in places]
-        sources.append((operand.number, np.stack([owner * 4 + half for owner, half in found])))  # [2, 32, 4]
+    layouts = {operand.selector for operand in (a, b)}
+    if not layouts <= {"ROW", "COL"}:
+        raise Unsupported(f"layouts {sorted(layouts)}")
+    sources = (
+        (a.number, _fragment_places(step, of_rows=True, whole=a.selector == "ROW")),
+        (b.number, _fragment_places(step, of_rows=False, whole=b.selector == "COL")),
+    )
     writes = [operands.to_register(d, index) for index in range(2)]
-    zero = np.zeros(threads.count, np.float32)
+    accumulators = [
+        threads.registers[min(c.number + index, ZERO_REGISTER)].view(np.float32) for index in range(2)
+    ]
 
     def fragments(number: int, places: Array) -> Array:
-        """``[2, warps, 32, 4]`` float64."""
-        both = threads.registers[number : number + 2].view(np.float16)  # [2, 2 N]
-        halves = both.reshape(2, threads.count, 2).transpose(1, 0, 2).reshape(-1, WARP * 4)
-        return halves.astype(np.float32)[:, places].astype(np.float64).transpose(1, 0, 2, 3)
+        """``[warps, depth, 2, 32]`` float64."""
+        both = np.stack([threads.registers[number], threads.registers[number + 1]], 1)
+        halves = both.view(np.float16).astype(np.float64).reshape(-1, WARP * 4)
+        return np.take(halves, places, 1)
 
     def run(mask: Mask) -> None:
         products = fragments(*sources[0]) * fragments(*sources[1])
-        sums = products.sum(-1).reshape(2, -1)
+        sums = products[:, 0] + products[:, 1] + products[:, 2] + products[:, 3]
         for index, write in enumerate(writes):
-            row = zero if c.number == ZERO_REGISTER else threads.registers[c.number + index].view(np.float32)
-            write(canonical((sums[index] + row).astype(np.float32)), mask)
+            total = sums[:, index].reshape(-1) + accumulators[index]
+            write(canonical(total.astype(np.float32)), mask)
 
     def spread(mask: Mask) -> None:
         """An undefined element makes what its row or column goes into undefined."""
         undefined = threads.undefined
-        found: Any = np.zeros((2, threads.count), bool)
+        found: Any = np.zeros((threads.count // WARP, 2, WARP), bool)
         for number, places in sources:
             both = undefined.bits[number : number + 2] != 0  # a register's halves count together
             halves = np.repeat(both.T, 2, 1).reshape(-1, WARP * 4)
-            found |= np.asarray(halves[:, places].any(-1)).transpose(1, 0, 2).reshape(2, -1)
+            found |= np.asarray(np.take(halves, places, 1).any(1))
         for index in range(2):
+            marks = found[:, index].reshape(-1)
             if c.number != ZERO_REGISTER:
-                found[index] |= undefined.bits[c.number + index] != 0
-            undefined.set(d.number + index, found[index] * ALL_BITS, mask)
+                marks = marks | (undefined.bits[c.number + index] != 0)
+            undefined.set(d.number + index, marks * ALL_BITS, mask)
 
     read = [(number + further, ALL_BITS) for number, _ in sources for further in range(2)]
     if c.number != ZERO_REGISTER:

@@ -68,13 +68,14 @@ class SharedMemory:
         """uint32 per register of the access, and undefined bits."""
         if self._check:
             self._touched = True
-            writers = self._writers.view(np.uint64)
-            for unit in self._units(offsets, size):
-                seen = writers[unit]
-                conflict = _any(seen & self._others[warps]) & ~_any(seen & self._own[warps])
+            units = self._units(offsets, size)
+            seen = self._seen(self._writers, units)
+            conflict = self._from_others(seen, warps)
+            if conflict is not None:
+                conflict &= ~_any(seen & self._own[warps][:, None])
                 if conflict.any():
-                    report("read after write", conflict, self._who(seen))
-                self._readers[unit, warps] = 255
+                    self._report(report, "read after write", conflict, seen)
+            self._readers[units, warps[:, None]] = 255
         return self._load(offsets, size), load_marks(self._undefined, offsets, size)
 
     def _load(self, offsets: Array, size: int) -> list[Array]:
@@ -120,48 +121,56 @@ class SharedMemory:
         report: Report,
     ) -> None:
         """Against accesses of earlier instructions."""
-        readers, writers = self._readers.view(np.uint64), self._writers.view(np.uint64)
-        kept = _mask(size)
-        for index, unit in enumerate(self._units(offsets, size)):
-            seen = readers[unit]
-            conflict = _any(seen & self._others[warps])
+        units = self._units(offsets, size)
+        seen = self._seen(self._readers, units)
+        conflict = self._from_others(seen, warps)
+        if conflict is not None:
+            self._report(report, "write after read", conflict, seen)
+        seen = self._seen(self._writers, units)
+        conflict = self._from_others(seen, warps)
+        if conflict is not None:
+            conflict &= self._differ(before, values, size)
             if conflict.any():
-                report("write after read", conflict, self._who(seen))
-            seen = writers[unit]
-            conflict = _any(seen & self._others[warps])
-            if conflict.any():
-                word = index * self._unit // 4
-                conflict &= (before[word] ^ values[word]) & kept != 0
-                if conflict.any():
-                    report("write after write", conflict, self._who(seen))
+                self._report(report, "write after write", conflict, seen)
 
     def _check_stored(
         self, offsets: Array, size: int, values: list[Array], warps: Array, report: Report
     ) -> None:
         """Against writes of other warps by the same instruction, which executed it at the same time."""
-        kept = _mask(size)
-        lost = [
-            (now ^ value) & kept != 0 for now, value in zip(self._load(offsets, size), values, strict=True)
-        ]
-        for unit in self._units(offsets, size):
-            self._writers[unit, warps] = 255
-        if not any(one.any() for one in lost):
+        units = self._units(offsets, size)
+        self._writers[units, warps[:, None]] = 255
+        lost = self._differ(self._load(offsets, size), values, size)
+        if not lost.any():
             return
-        writers = self._writers.view(np.uint64)
-        for index, unit in enumerate(self._units(offsets, size)):
-            seen = writers[unit]
-            conflict = lost[index * self._unit // 4] & _any(seen & self._others[warps])
-            if conflict.any():
-                report("write after write", conflict, self._who(seen))
+        seen = self._seen(self._writers, units)
+        conflict = self._from_others(seen, warps)
+        if conflict is not None and (conflict & lost).any():
+            self._report(report, "write after write", conflict & lost, seen)
 
-    def _units(self, offsets: Array, size: int) -> list[Array]:
-        """Indices of what races are told apart by, per unit of the access."""
-        first = offsets // self._unit
-        return [first + unit for unit in range(max(size // self._unit, 1))]
+    def _units(self, offsets: Array, size: int) -> Array:
+        """``[n, units]`` indices of what races are told apart by."""
+        return (offsets // self._unit)[:, None] + np.arange(max(size // self._unit, 1))
 
-    def _who(self, seen: Array) -> Array:
-        """``[n, warps]`` bool."""
-        return np.ascontiguousarray(seen).view(np.uint8)[:, : self._warps] != 0
+    def _seen(self, marks: Array, units: Array) -> Array:
+        """``[n, units, groups]`` uint64, a byte per warp."""
+        return marks.view(np.uint64)[units]
+
+    def _from_others(self, seen: Array, warps: Array) -> Array | None:
+        """``[n, units]`` bool, marks of other warps than one's own; None where there are none."""
+        others = seen & self._others[warps][:, None]
+        return _any(others) if others.any() else None
+
+    def _differ(self, stored: list[Array], values: list[Array], size: int) -> Array:
+        """``[n, units]`` bool, where values are not those that are stored."""
+        kept = np.uint32(0xFFFFFFFF if size >= 4 else (1 << 8 * size) - 1)
+        words = np.stack([(a ^ b) & kept != 0 for a, b in zip(stored, values, strict=True)], 1)
+        return np.repeat(words, max(size // self._unit, 1) // words.shape[1], 1)
+
+    def _report(self, report: Report, kind: str, conflict: Array, seen: Array) -> None:
+        """Report accesses by their first unit at fault."""
+        unit = conflict.argmax(1)
+        marks = np.ascontiguousarray(seen[np.arange(len(seen)), unit]).view(np.uint8)
+        report(kind, conflict.any(1), marks[:, : self._warps] != 0)
 
     def barrier(self, blocks: Array | None) -> None:
         """All warps of these blocks have met."""
@@ -177,8 +186,4 @@ class SharedMemory:
 
 
 def _any(marks: Array) -> Array:
-    return np.asarray((marks != 0).any(1))
-
-
-def _mask(size: int) -> Any:
-    return np.uint32(0xFFFFFFFF if size >= 4 else (1 << 8 * size) - 1)
+    return np.asarray((marks != 0).any(-1))

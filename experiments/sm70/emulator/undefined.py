@@ -2,7 +2,8 @@
 
 Compilers compute with such values where the result does not matter, behind a predicate of its own for
 example. So reading one is no error. It makes the result undefined, bit by bit where the instruction moves
-bits, and becomes an error where it decides something: an address, a branch, or what is stored in global memory.
+bits, and becomes an error where it decides something: an address, a branch, or what is stored in global
+memory.
 """
 
 from __future__ import annotations
