@@ -14,6 +14,7 @@ from torch import Tensor
 from page4.kernels.block_plan import BLOCK_TOKENS, RowGroups
 from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
+from page4.kernels.index_scores_volta import index_scores_volta_kernel, scores_tiles, volta_can_score
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 
 _BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
@@ -36,8 +37,26 @@ class ScoresConfig:
     num_stages: int
 
 
-def default_scores_config(narrow: bool) -> ScoresConfig:
-    """The configuration without tuning; ``narrow``: queries and keys have 16 bits."""
+def on_volta_tensor_cores(index_q: Tensor, compressed_pages: Tensor, rows_per_group: int) -> bool:
+    """Whether a call runs :mod:`~page4.kernels.index_scores_volta`: FP16 on compute capability 7.0.
+
+    Its tiles are 8 or 16 keys a warp, and ``num_stages`` means nothing there.
+    """
+    half = index_q.dtype == compressed_pages.dtype == torch.float16
+    if not half or index_q.device.type != "cuda":
+        return False
+    _, heads, dim = index_q.shape
+    volta = torch.cuda.get_device_capability(index_q.device) == (7, 0)
+    return volta and volta_can_score(heads, dim, rows_per_group)
+
+
+def default_scores_config(narrow: bool, volta: bool = False) -> ScoresConfig:
+    """The configuration without tuning.
+
+    ``narrow``: queries and keys have 16 bits; ``volta``: :func:`on_volta_tensor_cores`.
+    """
+    if volta:
+        return ScoresConfig(tile_blocks=64, programs=320, num_warps=4, num_stages=1)
     return ScoresConfig(tile_blocks=128 if narrow else 32, programs=1024, num_warps=4, num_stages=3)
 
 
@@ -121,7 +140,7 @@ def index_scores_triton(
     block and row: at Di = 128 and 4 rows, 272 bytes a block.
 
     Raises:
-        InputError: shapes or dtypes that disagree.
+        InputError: shapes or dtypes that disagree, or a configuration that the GPU's kernel cannot have.
     """
     rows, heads, dim = _check(index_q, compressed_pages, block_tables, positions, scores)
     if rows == 0 or len(groups.rows) == 0:
@@ -129,9 +148,25 @@ def index_scores_triton(
     heads_pad = triton.next_power_of_2(heads)
     rows_pad = max(triton.next_power_of_2(groups.rows_per_group), _SMALLEST_DOT // heads_pad)
     narrow = max(index_q.element_size(), compressed_pages.element_size()) == 2
-    config = config or default_scores_config(narrow)
+    volta = on_volta_tensor_cores(index_q, compressed_pages, groups.rows_per_group)
+    config = config or default_scores_config(narrow, volta)
     tiles = triton.cdiv(scores.shape[1], config.tile_blocks)
     splits = max(1, min(tiles, triton.cdiv(config.programs, len(groups.rows))))
+    if volta:
+        if config.tile_blocks not in (8 * config.num_warps, 16 * config.num_warps):
+            raise InputError(
+                "index scores on compute capability 7.0 take tiles of 8 or 16 keys a warp, "
+                f"got {config.tile_blocks} for {config.num_warps} warps"
+            )
+        index_scores_volta_kernel[(len(groups.rows), splits)](
+            index_q, index_q.stride(0), index_q.stride(1), compressed_pages.view(torch.int32),
+            block_tables, block_tables.stride(0), positions, groups.request, groups.start, groups.rows,
+            scores, scores.stride(0), splits, dim**-0.5,
+            HEADS=heads, HEADS_PAD=heads_pad, DIM=dim, ROWS=groups.rows_per_group,
+            TILES=scores_tiles(heads, groups.rows_per_group), BN=config.tile_blocks, WARPS=config.num_warps,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+        return scores
     dependent = launches_dependents(index_q.device)
     index_scores_kernel[(len(groups.rows), splits)](
         index_q, index_q.stride(0), index_q.stride(1), compressed_pages, block_tables, block_tables.stride(0),

@@ -31,6 +31,7 @@ from page4.kernels.volta_tiles import (
     fragment_layout,
     gather_output,
     gather_scores,
+    half_key_fragment,
     halves,
     load_keys,
     load_values,
@@ -74,10 +75,9 @@ def _load_turn_values(p_v, s_block, s_seen, turn, UNITS: gl.constexpr, QUADS: gl
 def _key_fragment(words, i: gl.constexpr, DECODE: gl.constexpr):
     """The right operand for the ``i``-th 16 numbers of every lane."""
     if DECODE is None:
-        b_pair = gl.permute(gl.join(words[2 * i], words[2 * i + 1]), [0, 2, 1])
+        return half_key_fragment(words, i)
     else:
-        b_pair = decode_pairs(words[i], DECODE)
-    return as_fragment(b_pair)
+        return as_fragment(decode_pairs(words[i], DECODE))
 
 
 @gluon.jit

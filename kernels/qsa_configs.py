@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from page4.kernels.block_plan import RowGroups
-from page4.kernels.index_scores_triton import ScoresConfig, default_scores_config
+from page4.kernels.index_scores_triton import ScoresConfig, default_scores_config, on_volta_tensor_cores
 from page4.kernels.qsa_prepare_inputs import QSAStorage
 from page4.kernels.qsa_prepare_triton import PrepareConfig, default_prepare_config
 from page4.kernels.tunable import PrepareKey, ScoresKey
@@ -48,7 +48,8 @@ def scores_config(
     narrow = max(index_q.element_size(), compressed_pages.element_size()) == 2
 
     def find() -> ScoresConfig:
-        key, default = ScoresKey.of(index_q, groups, scores), default_scores_config(narrow)
+        volta = on_volta_tensor_cores(index_q, compressed_pages, groups.rows_per_group)
+        key, default = ScoresKey.of(index_q, groups, scores), default_scores_config(narrow, volta)
         config: ScoresConfig = configurations.resolve(
             "index_scores_triton", key, device, default, tuned=narrow
         ).config

@@ -157,6 +157,12 @@ def decode_pairs(b_word, DECODE: gl.constexpr):
 
 
 @gluon.jit
+def half_key_fragment(words, i: gl.constexpr):
+    """The right operand for the ``i``-th 16 numbers of every lane, of FP16 rows from :func:`load_rows`."""
+    return as_fragment(gl.permute(gl.join(words[2 * i], words[2 * i + 1]), [0, 2, 1]))
+
+
+@gluon.jit
 def multiply_rows(b_left, b_right, b_sum):
     """``b_sum`` plus the product of the left operand's rows with the right one's rows."""
     return gl.inline_asm_elementwise(
@@ -314,27 +320,40 @@ def gather_output(b_sums):
     return gl.convert_layout(x, _output_layout(RUNS, WARPS), assert_trivial=True)
 
 
-@gluon.jit
-def load_keys(p_k, s_block, s_seen, UNITS: gl.constexpr):
-    """A set's K as stored, where it is multiplied: a tuple of words ``[threads, 4]``.
+@gluon.constexpr_function
+def thread_layout(warps: int) -> gl.SliceLayout:
+    """A number per thread ``[32 * warps]``."""
+    return gl.SliceLayout(1, gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0]))
 
-    A set is two blocks a warp. A lane takes a quarter of one token, in runs of 16 bytes that lie 64 bytes
-    apart; 0 where no row sees the token.
+
+@gluon.jit
+def load_rows(p_rows, b_four, m_row, UNITS: gl.constexpr):
+    """Eight rows a warp as stored, where they are right operands: a tuple of words ``[threads, 4]``.
+
+    Rows have ``UNITS`` int32 words, and four lie together: ``b_four`` ``[threads]`` says which four a half
+    warp takes. A lane takes a quarter of one row, in runs of 16 bytes that lie 64 bytes apart; 0 where its
+    ``m_row`` is false.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    THREAD: gl.constexpr = gl.SliceLayout(1, LOAD)
-    o_thread = gl.arange(0, 32 * WARPS, layout=THREAD)
+    o_thread = gl.arange(0, 32 * WARPS, layout=thread_layout(WARPS))
     o_word = gl.arange(0, 4, layout=gl.SliceLayout(0, LOAD))
-    o_token = o_thread % 4
-    b_block, b_seen = _of_half_warp(s_block, THREAD), _of_half_warp(s_seen, THREAD)
-    m_token = ((b_seen & (0x11111111 << o_token)) != 0)[:, None]
-    o_key = b_block.to(gl.int64) * (4 * UNITS) + (o_token * UNITS + o_thread // 4 % 4 * 4)
-    p_key = p_k + o_key[:, None] + o_word[None, :]
+    o_row = b_four.to(gl.int64) * (4 * UNITS) + (o_thread % 4 * UNITS + o_thread // 4 % 4 * 4)
+    p_row = p_rows + o_row[:, None] + o_word[None, :]
     words = ()
     for run in gl.static_range(UNITS // 16):
-        words = words + (gl.load(p_key + run * 16, mask=m_token, other=0),)
+        words = words + (gl.load(p_row + run * 16, mask=m_row[:, None], other=0),)
     return words
+
+
+@gluon.jit
+def load_keys(p_k, s_block, s_seen, UNITS: gl.constexpr):
+    """A set's K, :func:`load_rows` of two blocks a warp; 0 where no row of the group sees the token."""
+    WARPS: gl.constexpr = gl.num_warps()
+    THREAD: gl.constexpr = thread_layout(WARPS)
+    b_block, b_seen = _of_half_warp(s_block, THREAD), _of_half_warp(s_seen, THREAD)
+    o_token = gl.arange(0, 32 * WARPS, layout=THREAD) % 4
+    return load_rows(p_k, b_block, (b_seen & (0x11111111 << o_token)) != 0, UNITS)
 
 
 @gluon.jit

@@ -12,7 +12,12 @@ from page4.experiments.autotune.machine import Machine
 from page4.experiments.autotune.problem import Check, Problem
 from page4.experiments.kernel_cases import INDEX_HEADS, ScoreInputs, StepShape, score_copies
 from page4.kernels.block_plan import BLOCK_TOKENS
-from page4.kernels.index_scores_triton import ScoresConfig, default_scores_config, index_scores_triton
+from page4.kernels.index_scores_triton import (
+    ScoresConfig,
+    default_scores_config,
+    index_scores_triton,
+    on_volta_tensor_cores,
+)
 from page4.kernels.qsa_prepare import PAGE_TOKENS
 from page4.kernels.tunable import ScoresKey
 
@@ -45,11 +50,16 @@ class ScoresProblem(Problem):
 
     def default(self, inputs: ScoreInputs) -> ScoresConfig:
         """The launcher's own."""
-        return default_scores_config(narrow=True)
+        return default_scores_config(narrow=True, volta=_on_volta(inputs))
 
     def candidates(self, inputs: ScoreInputs, machine: Machine) -> list[Any]:
         """Tiles, with 2 to 16 programs a multiprocessor."""
         per_multiprocessor = (2, 4, 8, 16)
+        if _on_volta(inputs):
+            return [
+                ScoresConfig(a_warp * num_warps, count * machine.multiprocessors, num_warps, num_stages=1)
+                for a_warp, count, num_warps in itertools.product((8, 16), per_multiprocessor, (2, 4, 8))
+            ]
         return [
             ScoresConfig(tile_blocks, count * machine.multiprocessors, num_warps, num_stages)
             for tile_blocks, count, num_warps, num_stages in itertools.product(
@@ -75,6 +85,10 @@ class ScoresProblem(Problem):
             return None if bool((error <= 1e-4).all()) else f"a score is off by {float(error.max()):.3g}"
 
         return difference
+
+
+def _on_volta(inputs: ScoreInputs) -> bool:
+    return on_volta_tensor_cores(inputs.index_q, inputs.compressed_pages, inputs.groups.rows_per_group)
 
 
 def _exact(inputs: ScoreInputs) -> tuple[Tensor, Tensor]:

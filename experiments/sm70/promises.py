@@ -38,6 +38,7 @@ PROMISES = {
     # A thread merges one number of the output, with its gate.
     "merge_kernel": Promise(loads=(2, 16), stores=(2, 4)),
     "index_scores_kernel": Promise(loads=(4, 16), stores=(4, 4), tensor_cores=80),
+    "index_scores_volta_kernel": Promise(loads=(4, 16), stores=(4, 4), tensor_cores=70),
     "select_kernel": Promise(loads=(4, 16), stores=(4, 4)),
     # Rows of a bitmap need not begin at a multiple of 16 bytes.
     "plan_kernel": Promise(loads=(4, 4), stores=(4, 4)),
@@ -93,7 +94,6 @@ _SIXTY_FOUR = "accumulators of 64 members beside the decoded operands; 8 to 32 b
 _GATE = "the gate of finished rows is loaded beside all accumulators; 16 bytes a thread spill, once"
 
 KNOWN = (
-    Known("spills", "index_scores_kernel", 70, _NO_TENSOR_CORES),
     Known("spills", _PLAIN, 70, _NO_TENSOR_CORES, {"D": (256,), "BM": (64, 128)}),
     Known(
         "shared memory", _PLAIN, 70, "128 members of 256 dimensions cannot be launched at all",

@@ -369,10 +369,10 @@ def test_wgmma_compiles_without_spills_or_detours(
         (6, 4, 256, mma884(4, 32, 4)),
         (6, 1, 256, mma884(4, 32, 4)),
         (12, 4, 256, mma884(4, 64, 8)),
-        (8, 8, 256, mma884(1, 64, 8)),
+        (6, 8, 256, mma884(1, 64, 8)),
         (6, 4, 128, mma884(4, 32, 2)),
         (6, 4, 128, mma884(4, 32, 4)),
-        (16, 4, 64, mma884(4, 32, 2)),
+        (12, 4, 64, mma884(4, 32, 2)),
     ],
 )
 @pytest.mark.parametrize("kv_format", GLUON_FORMATS)

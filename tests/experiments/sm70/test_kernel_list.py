@@ -1,0 +1,92 @@
+"""The list of kernels: whole, without repetitions, and with a promise for each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from page4.experiments.autotune.shipped import shipped_files
+from page4.experiments.sm70.compiling import CAPABILITIES
+from page4.experiments.sm70.kernel_list import KernelCase, kernel_cases
+from page4.experiments.sm70.pretend_gpu import GPUS
+from page4.experiments.sm70.promises import KNOWN, PROMISES, promise_of
+from page4.experiments.sm70.step_inputs import FORMATS, HEAD_DIMS, ROWS
+from page4.kernels.errors import InputError
+
+CASES = {capability: kernel_cases(capability) for capability in CAPABILITIES}
+EVERYWHERE = {
+    "page4_attention_kernel", "merge_kernel", "select_kernel", "plan_kernel", "qsa_prepare_kernel",
+    "product_kernel",
+}  # fmt: skip
+SOME = {
+    70: {"page4_attention_volta_kernel", "index_scores_volta_kernel"},
+    80: {"page4_attention_ampere_kernel", "index_scores_kernel"},
+    90: {"page4_attention_ampere_kernel", "page4_attention_hopper_kernel", "index_scores_kernel"},
+}
+
+
+def attention(capability: int) -> list[KernelCase]:
+    return [case for case in CASES[capability] if case.kernel.startswith("page4_attention")]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_are_those_that_run_on_the_gpu(capability: int) -> None:
+    assert {case.kernel for case in CASES[capability]} == EVERYWHERE | SOME[capability]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_formats_dimensions_and_rows_are_all_there(capability: int) -> None:
+    plain = [c.launch.arguments for c in CASES[capability] if c.kernel == "page4_attention_kernel"]
+    assert {(a["FORMAT"], a["D"]) for a in plain} == {(name, dim) for name in FORMATS for dim in HEAD_DIMS}
+    assert {a["ROWS"] for a in plain} == set(ROWS)
+    gluon = [c.launch.arguments for c in attention(capability) if "DECODE" in c.launch.arguments]
+    assert {a["D"] for a in gluon} == set(HEAD_DIMS) and {a["ROWS"] for a in gluon} == set(ROWS)
+    assert {a["SPLITS"] == 1 for a in gluon} == {True, False}
+    assert len({a["DECODE"] for a in gluon}) >= 4
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_no_code_is_compiled_twice(capability: int) -> None:
+    requests = [json.dumps(case.job.request, sort_keys=True) for case in CASES[capability]]
+    assert len(set(requests)) == len(requests) < 200
+
+
+def test_shipped_configurations_are_there() -> None:
+    for file in shipped_files():
+        (gpu,) = (gpu for gpu in GPUS.values() if any(model in file.gpu for model in gpu.models))
+        if "attention" in file.kernel.name:
+            launched = [case.launch.arguments for case in attention(gpu.capability)]
+            sizes = Counter((a["SPLITS"], a["BN"], a["ROWS"], a["D"]) for a in launched)
+            for entry in file.entries.values():
+                config, key = entry.config, entry.key
+                assert sizes[config.splits, config.tile_tokens, key.rows_per_group, key.head_dim]
+
+
+def test_every_kernel_has_a_promise_and_every_promise_a_kernel() -> None:
+    assert set(PROMISES) == {case.kernel for cases in CASES.values() for case in cases}
+    with pytest.raises(InputError, match="new_kernel has no entry in PROMISES"):
+        promise_of("new_kernel")
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.kernel}-{known.capability}-{known.kind}")
+def test_everything_known_is_about_something(known: object) -> None:
+    assert any(
+        known.covers(case.kernel, case.capability, case.job.constants)  # type: ignore[attr-defined]
+        for cases in CASES.values()
+        for case in cases
+    )
+
+
+def test_all_combinations_hold_the_usual_ones() -> None:
+    usual, every = (
+        {json.dumps(case.job.request, sort_keys=True) for case in kernel_cases(80, thorough)}
+        for thorough in (False, True)
+    )
+    assert usual < every
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    with pytest.raises(InputError, match="75 is none of 70, 80, 90"):
+        kernel_cases(75)
