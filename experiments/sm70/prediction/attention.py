@@ -13,8 +13,8 @@ from page4.experiments.kernel_cases import StepShape, attention_inputs, unique_b
 from page4.experiments.sm70 import step_inputs
 from page4.experiments.sm70.compiling import CompilationError, Compiler
 from page4.experiments.sm70.emulator import EmulationError
-from page4.experiments.sm70.prediction.config import Implementation
-from page4.experiments.sm70.predictor.call import KernelPrediction, launches_on_v100, predict_launches
+from page4.experiments.sm70.prediction.config import Implementation, PredictConfig
+from page4.experiments.sm70.predictor.call import KernelPrediction, Sample, launches_on_v100, predict_launches
 from page4.kernels.page4_attention_dispatch import Choice, chosen, page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
 
@@ -45,7 +45,7 @@ class StepPrediction:
 
 
 def predict_attention(
-    shape: StepShape, implementation: Implementation, compiler: Compiler, sampled_requests: int, seed: int
+    shape: StepShape, implementation: Implementation, compiler: Compiler, config: PredictConfig
 ) -> StepPrediction:
     """Predict a step of equal requests.
 
@@ -53,8 +53,7 @@ def predict_attention(
         shape: of the step.
         implementation: of attention.
         compiler: for the V100.
-        sampled_requests: whose programs are emulated.
-        seed: of the inputs.
+        config: says how much is emulated and replayed, and seeds the inputs.
 
     Raises:
         InputError: the implementation cannot run the step on a V100.
@@ -62,8 +61,9 @@ def predict_attention(
         EmulationError: the emulator cannot run a kernel.
     """
     began = time.perf_counter()
-    part = min(sampled_requests, shape.requests)
-    sample = attention_inputs(replace(shape, requests=part), "cpu", seed)
+    emulated = min(config.sampled_requests, shape.requests)
+    data = attention_inputs(replace(shape, requests=emulated), "cpu", config.seed)
+    sample = Sample(shape.requests, emulated, divisor_of(shape.requests, config.most_replayed_requests))
     whole: list[AttentionInputs] = []
     choices: list[Choice] = []
 
@@ -73,9 +73,20 @@ def predict_attention(
         page4_attention(whole[0], implementation)
 
     launches = launches_on_v100(call)
-    kernels = predict_launches(launches, whole[0], sample, compiler, part=part)
-    floor_bytes = unique_bytes(sample) * shape.requests // part
+    kernels = predict_launches(launches, whole[0], data, compiler, sample)
+    floor_bytes = unique_bytes(data) * shape.requests // emulated
     return StepPrediction(choices[0], kernels, floor_bytes, time.perf_counter() - began)
+
+
+def divisor_of(requests: int, most: int) -> int:
+    """By what requests and machine are divided: 1, 2, 4 or 8, until at most so many requests are left.
+
+    Less where requests do not divide.
+    """
+    divisor = 1
+    while requests // divisor > most and requests % (2 * divisor) == 0 and divisor < 8:
+        divisor *= 2
+    return divisor
 
 
 def _without_values(shape: StepShape) -> AttentionInputs:

@@ -34,6 +34,8 @@ class PredictConfig:
         head_dim: D.
         topk: blocks that a row selects.
         sampled_requests: whose programs are emulated; the others repeat them on memory of their own.
+        most_replayed_requests: larger steps are replayed as a half, a quarter or an eighth of their requests
+            on as much of the machine.
         seed: of all random inputs.
     """
 
@@ -48,6 +50,7 @@ class PredictConfig:
     head_dim: int = 256
     topk: int = 512
     sampled_requests: int = 1
+    most_replayed_requests: int = 16
     seed: int = 0
 
     QUICK: ClassVar[dict[str, Any]] = {
@@ -80,6 +83,6 @@ class PredictConfig:
             raise InputError(f"overlap must lie in 0..1, got {self.overlap}")
         if self.context < max(self.rows):
             raise InputError(f"{max(self.rows)} rows do not fit into a context of {self.context} tokens")
-        for name, low in {"topk": 1, "sampled_requests": 1, "seed": 0}.items():
+        for name, low in {"topk": 1, "sampled_requests": 1, "most_replayed_requests": 1, "seed": 0}.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")

@@ -36,7 +36,7 @@ COLUMNS: dict[str, type] = {
     "read_bytes": int,
     "written_bytes": int,
     "warp_instructions": int,
-    "blocks": int,
+    "blocks": int,  # that were replayed
     "emulated_blocks": int,
     "seconds": float,  # that the prediction took
 }

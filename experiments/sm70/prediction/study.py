@@ -97,7 +97,7 @@ def _predictor(config: PredictConfig, given: Predict | None, needed: bool) -> It
 
 def _row(shape: StepShape, implementation: Implementation, compiler: Compiler, config: PredictConfig) -> Row:
     try:
-        step = predict_attention(shape, implementation, compiler, config.sampled_requests, config.seed)
+        step = predict_attention(shape, implementation, compiler, config)
     except InputError as error:
         return row_without_time(shape, implementation, "refused", str(error))
     except FAILURES as error:

@@ -20,13 +20,14 @@ from page4.experiments.sm70.compiling import Binary, Compiler
 from page4.experiments.sm70.emulator.global_memory import RANGE_BYTES
 from page4.experiments.sm70.launches import Launch, recorded_launches
 from page4.experiments.sm70.predictor.caches import Lines
-from page4.experiments.sm70.predictor.machine import V100
+from page4.experiments.sm70.predictor.machine import V100, Machine
 from page4.experiments.sm70.predictor.predict import Geometry, Place, Prediction, predict
 from page4.experiments.sm70.predictor.sm_model import usual_l2
 from page4.experiments.sm70.pretend_gpu import GPUS, pretend_gpu
 from page4.experiments.sm70.toolchain import VERSION
 from page4.experiments.sm70.trace import SECTOR_BYTES, Trace
 from page4.kernels import tuning
+from page4.kernels.errors import InputError
 
 CAPABILITY = 70
 _DEFAULT_WARPS = 4  # Triton's
@@ -70,56 +71,97 @@ def launches_on_v100(call: Callable[[], object]) -> list[Launch]:
     return launches
 
 
+@dataclass(frozen=True)
+class Sample:
+    """How much of a call is emulated, and how much replayed. The call is for equal requests.
+
+    Attributes:
+        requests: of the call.
+        emulated: requests that there is data for; programs of the others repeat theirs.
+        divisor: of requests and machine: a quarter of the requests on a quarter of the multiprocessors, of
+            L2 and of bandwidth takes as long as all on all. Divides both.
+        axis: of the grids that requests, or their rows, are counted along; 0 for x.
+
+    Raises:
+        InputError: numbers that do not divide each other.
+    """
+
+    requests: int
+    emulated: int
+    divisor: int = 1
+    axis: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no sample."""
+        if not 1 <= self.emulated <= self.requests:
+            raise InputError(f"{self.emulated} of {self.requests} requests cannot be emulated")
+        if self.requests % self.divisor or V100.multiprocessors % self.divisor:
+            raise InputError(
+                f"{self.requests} requests on {V100.multiprocessors} multiprocessors do not divide by "
+                f"{self.divisor}"
+            )
+
+    def geometry(self, launch: Launch, warps: int, shared_bytes: int) -> Geometry:
+        """What is emulated and replayed of a launch.
+
+        Raises:
+            InputError: the grid does not count requests along the axis.
+        """
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        grid = [x, y, z]
+        places = grid[self.axis]
+        if places % self.requests:
+            raise InputError(
+                f"{launch.kernel.fn.__name__} has {places} places along an axis for {self.requests} requests"
+            )
+        grid[self.axis] = places // self.divisor
+        part = min(places // self.requests * self.emulated, grid[self.axis])
+        return Geometry((grid[0], grid[1], grid[2]), warps, shared_bytes, self.axis, part)
+
+
 def predict_launches(
-    launches: Sequence[Launch],
-    whole: object,
-    sample: object,
-    compiler: Compiler,
-    *,
-    part: int = 0,
-    most_blocks: int = 256,
+    launches: Sequence[Launch], whole: object, data: object, compiler: Compiler, sample: Sample
 ) -> list[KernelPrediction]:
     """Predict the kernels of a call, one after the other.
 
     The first finds an L2 full of dirty lines of others, every other one what the one before left there. Time
     between the kernels is not included.
 
-    Tensors that are in ``whole`` get the values of their counterparts in ``sample``; all others, outputs and
+    Tensors that are in ``whole`` get the values of their counterparts in ``data``; all others, outputs and
     workspaces, begin as zeros and are shared by the launches.
 
     Args:
         launches: of a call on ``whole``.
         whole: a dataclass of the call's inputs, of tensors and of other such dataclasses, without values.
-        sample: the same dataclass with values on the CPU. Its tensors may hold fewer requests.
+        data: the same dataclass with values on the CPU, of the emulated requests.
         compiler: for the V100.
-        part: places along x of the grid that ``sample`` has data for; 0 means all.
-        most_blocks: that are emulated of each launch. A kernel finds nothing in L2 that blocks wrote which
-            were not emulated.
+        sample: how much is emulated and replayed.
 
     Raises:
         CompilationError: a kernel does not compile.
         EmulationError: the emulator cannot run a kernel on these values.
-        InputError: a block that does not fit on a V100.
+        InputError: a block that does not fit on a V100, or a grid that does not count requests.
     """
-    memory, l2 = _Memory(whole, sample), usual_l2(V100)
-    return [_predict_launch(launch, memory, compiler, part, most_blocks, l2) for launch in launches]
+    machine = V100.part(V100.multiprocessors // sample.divisor)
+    memory, l2 = _Memory(whole, data), usual_l2(machine)
+    return [_predict_launch(launch, memory, compiler, sample, machine, l2) for launch in launches]
 
 
 def _predict_launch(
-    launch: Launch, memory: _Memory, compiler: Compiler, part: int, most_blocks: int, l2: Lines
+    launch: Launch, memory: _Memory, compiler: Compiler, sample: Sample, machine: Machine, l2: Lines
 ) -> KernelPrediction:
     job = launch.job(CAPABILITY)
     binary = compiler.compile(job)
     program = _program(compiler, binary.cubin)
-    x, y, z = (*launch.grid, 1, 1)[:3]
     warps = int(launch.options.get("num_warps", _DEFAULT_WARPS))
-    geometry = Geometry((x, y, z), warps, binary.shared_bytes, min(part, x), most_blocks)
+    geometry = sample.geometry(launch, warps, binary.shared_bytes)
     values = [launch.arguments[name] for name in job.signature]
+    x, y, z = (*launch.grid, 1, 1)[:3]
 
     def trace_blocks(blocks: Sequence[Place]) -> Trace:
         run = emulator.run(
             program,
-            grid=geometry.grid,
+            grid=(x, y, z),
             warps=warps,
             arguments=[memory.argument(value) for value in values],
             shared_bytes=binary.shared_bytes,
@@ -130,7 +172,7 @@ def _predict_launch(
         assert run.trace is not None
         return memory.placed(run.trace, values)
 
-    prediction = predict(program, geometry, trace_blocks, V100, l2)
+    prediction = predict(program, geometry, trace_blocks, machine, l2)
     return KernelPrediction(launch.kernel.fn.__name__, launch, binary, prediction)
 
 
@@ -142,9 +184,9 @@ def _program(compiler: Compiler, cubin: bytes) -> Program:
 class _Memory:
     """Values for tensors that have none, and a place in memory for each of them."""
 
-    def __init__(self, whole: object, sample: object) -> None:
+    def __init__(self, whole: object, data: object) -> None:
         # The tensors are kept, and so the names of their storages.
-        self._kept = list(_tensor_pairs(whole, sample))
+        self._kept = list(_tensor_pairs(whole, data))
         self._values = {_place_of(a): b for a, b in self._kept}
         self._names = {storage: n for n, (storage, _) in enumerate(self._values)}
 
@@ -170,10 +212,10 @@ class _Memory:
         return dataclasses.replace(trace, sectors=np.where(is_global, moved, trace.sectors))
 
 
-def _tensor_pairs(whole: Any, sample: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _tensor_pairs(whole: Any, data: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Tensors of two dataclasses that stand in the same place."""
     for field in dataclasses.fields(whole):
-        a, b = getattr(whole, field.name), getattr(sample, field.name)
+        a, b = getattr(whole, field.name), getattr(data, field.name)
         if isinstance(a, Tensor):
             yield a, b
         elif dataclasses.is_dataclass(a):

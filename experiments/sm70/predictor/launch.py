@@ -70,28 +70,31 @@ def sample_blocks(count: int, most: int) -> NDArray[np.int64]:
 
 
 def copied_grid(
-    traces: Traces, sampled: NDArray[np.int64], grid: tuple[int, int, int], part: int
+    traces: Traces, sampled: NDArray[np.int64], grid: tuple[int, int, int], axis: int, part: int
 ) -> tuple[Traces, Records]:
     """A launch whose blocks do the same work on different memory, such as those of equal requests.
 
-    The first ``part`` places along x were there to be traced. Other places repeat them, each repetition in
-    memory of its own, which its blocks share as those that were traced share theirs. A block whose place was
-    not sampled runs the trace of the nearest one that was, in memory that no other block touches.
+    The first ``part`` places along ``axis`` were there to be traced. Other places repeat them, each
+    repetition in memory of its own, which its blocks share as those that were traced share theirs. A block
+    whose place was not sampled runs the trace of the nearest one that was, in memory that no other touches.
 
     Args:
         traces: of the sampled blocks.
-        sampled: ascending places in a grid with only ``part`` places along x, x fastest.
+        sampled: ascending places in a grid with only ``part`` places along the axis, x fastest.
         grid: blocks of the launch along x, y and z.
-        part: 1..grid[0].
+        axis: 0 for x, 1 for y, 2 for z.
+        part: 1..grid[axis].
     """
     count = grid[0] * grid[1] * grid[2]
-    rest, x = np.divmod(np.arange(count), grid[0])
-    place = rest * part + x % part
+    place = list(np.unravel_index(np.arange(count), grid, order="F"))
+    copy, place[axis] = np.divmod(place[axis], part)
+    traced = [part if n == axis else size for n, size in enumerate(grid)]
+    index = np.ravel_multi_index(place, traced, order="F")
     middle = (sampled[1:] + sampled[:-1] + 1) // 2
     blocks = np.zeros(count, BLOCK)
-    blocks["trace"] = np.searchsorted(middle, place, side="right")
-    is_sampled = sampled[blocks["trace"]] == place
-    blocks["x"] = np.where(is_sampled, x // part, grid[0] + np.arange(count))
+    blocks["trace"] = np.searchsorted(middle, index, side="right")
+    is_sampled = sampled[blocks["trace"]] == index
+    blocks["x"] = np.where(is_sampled, copy, grid[axis] + np.arange(count))
     sectors = traces.sectors.copy()
     sectors["step_x"] = SECTORS_APART
     return traces._replace(sectors=sectors), blocks

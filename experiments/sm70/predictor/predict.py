@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from page4.experiments.sm70.assembly import Program
 from page4.experiments.sm70.predictor.caches import Lines
@@ -33,8 +34,9 @@ class Geometry:
         grid: blocks along x, y and z.
         warps: of a block.
         shared_bytes: of a block.
-        part: places along x that the arguments hold data for; the others repeat them on other data. All by
-            default.
+        axis: of the grid that counts what there are many equal ones of, such as requests; 0 for x.
+        part: places along the axis that the arguments hold data for; the others repeat them on other data.
+            All by default.
         most_blocks: at most so many blocks are emulated, evenly spread over those places.
 
     Raises:
@@ -44,33 +46,37 @@ class Geometry:
     grid: Place
     warps: int
     shared_bytes: int
+    axis: int = 0
     part: int = 0
     most_blocks: int = 256
 
     def __post_init__(self) -> None:
         """Take the whole grid where no part is given, and refuse what is no launch."""
         if self.part == 0:
-            object.__setattr__(self, "part", self.grid[0])
-        if min(*self.grid, self.warps, self.most_blocks, self.part) < 1 or self.part > self.grid[0]:
-            raise InputError(f"{self} is no launch: every number is at least 1 and part at most grid[0]")
+            object.__setattr__(self, "part", self.grid[self.axis])
+        numbers = (*self.grid, self.warps, self.most_blocks, self.part)
+        if min(numbers) < 1 or self.part > self.grid[self.axis]:
+            raise InputError(f"{self} is no launch: all numbers are at least 1 and part at most the grid")
 
     @property
     def blocks(self) -> int:
         """Of the launch."""
         return self.grid[0] * self.grid[1] * self.grid[2]
 
+    @property
+    def traced_grid(self) -> list[int]:
+        """The grid with only ``part`` places along the axis."""
+        return [self.part if axis == self.axis else size for axis, size in enumerate(self.grid)]
+
+    def sampled(self) -> NDArray[np.int64]:
+        """The blocks that are emulated, as places in :attr:`traced_grid`, x fastest."""
+        x, y, z = self.traced_grid
+        return sample_blocks(x * y * z, self.most_blocks)
+
     def sample(self) -> list[Place]:
-        """The blocks that are emulated."""
-        return [self._place(index) for index in self.sampled()]
-
-    def sampled(self) -> np.ndarray:
-        """Their places in the grid with ``part`` places along x, x fastest."""
-        return sample_blocks(self.part * self.grid[1] * self.grid[2], self.most_blocks)
-
-    def _place(self, index: int) -> Place:
-        rest, x = divmod(int(index), self.part)
-        z, y = divmod(rest, self.grid[1])
-        return x, y, z
+        """The same along x, y and z."""
+        x, y, z = np.unravel_index(self.sampled(), self.traced_grid, order="F")
+        return list(zip(x.tolist(), y.tolist(), z.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def predict(
     trace = trace_blocks(geometry.sample())
     emulated = time.perf_counter()
     traces, blocks = copied_grid(
-        lower_trace(program, trace), geometry.sampled(), geometry.grid, geometry.part
+        lower_trace(program, trace), geometry.sampled(), geometry.grid, geometry.axis, geometry.part
     )
     result = replay(
         machine,

@@ -11,13 +11,16 @@ import pytest
 from page4.experiments.cli import run as run_command
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction.attention import predict_attention
+from page4.experiments.sm70.prediction.attention import divisor_of, predict_attention
+from page4.experiments.sm70.prediction.config import PredictConfig
 from page4.experiments.sm70.toolchain import side_install
 from page4.kernels.errors import InputError
 
 STEP = StepShape(
     requests=4, rows=4, query_heads=6, kv_heads=1, context=512, overlap=0.9, kv_format="e4m3", topk=32
 )
+
+CONFIG = PredictConfig()
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def compiler() -> Compiler:
 
 
 def test_attention_and_merge_have_times_above_their_floor(compiler: Compiler) -> None:
-    step = predict_attention(STEP, "gluon", compiler, 1, 0)
+    step = predict_attention(STEP, "gluon", compiler, CONFIG)
     names = [kernel.kernel for kernel in step.kernels]
     assert names == ["page4_attention_volta_kernel", "merge_kernel"]
     attention, merge = (kernel.prediction for kernel in step.kernels)
@@ -43,21 +46,40 @@ def test_attention_and_merge_have_times_above_their_floor(compiler: Compiler) ->
 
 
 def test_all_requests_emulated_take_as_long_as_one_repeated(compiler: Compiler) -> None:
-    one, all_four = (predict_attention(STEP, "gluon", compiler, sampled, 0).us for sampled in (1, 4))
+    one, all_four = (
+        predict_attention(STEP, "gluon", compiler, replace(CONFIG, sampled_requests=n)).us for n in (1, 4)
+    )
     assert one == pytest.approx(all_four, rel=0.1)
 
 
 def test_more_requests_take_longer(compiler: Compiler) -> None:
     few, many = (
-        predict_attention(replace(STEP, requests=requests), "gluon", compiler, 1, 0).us
+        predict_attention(replace(STEP, requests=requests), "gluon", compiler, CONFIG).us
         for requests in (4, 64)
     )
     assert many > 2 * few
 
 
+def test_a_share_of_machine_and_requests_takes_as_long_as_the_whole(compiler: Compiler) -> None:
+    step = replace(STEP, requests=32)
+    whole, share = (
+        predict_attention(step, "gluon", compiler, replace(CONFIG, most_replayed_requests=most)).us
+        for most in (32, 8)
+    )
+    assert share == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("requests", "most", "divisor"),
+    [(16, 16, 1), (64, 16, 4), (48, 16, 4), (20, 16, 2), (17, 16, 1), (512, 1, 8)],
+)
+def test_shares_are_whole(requests: int, most: int, divisor: int) -> None:
+    assert divisor_of(requests, most) == divisor
+
+
 def test_what_a_v100_cannot_run_is_refused(compiler: Compiler) -> None:
     with pytest.raises(InputError, match="int8"):
-        predict_attention(replace(STEP, kv_format="int8"), "gluon", compiler, 1, 0)
+        predict_attention(replace(STEP, kv_format="int8"), "gluon", compiler, CONFIG)
 
 
 def test_the_command_leaves_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_repetitions_along_x_share_memory_among_their_blocks_only() -> None:
     # Two requests are traced, with two splits (z) each that read one word of their own request.
     sampled = np.arange(4)  # places (x, z) = (0, 0), (1, 0), (0, 1), (1, 1)
     made = traces([(0, [10])], [(0, [20])], [(0, [10])], [(0, [20])])
-    whole, blocks = copied_grid(made, sampled, (4, 1, 2), part=2)
+    whole, blocks = copied_grid(made, sampled, (4, 1, 2), axis=0, part=2)
     assert blocks["trace"].tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
     touched = [addresses(whole, block)[0] for block in blocks]
     assert touched[:2] == [10, 20]
@@ -50,11 +50,18 @@ def test_repetitions_along_x_share_memory_among_their_blocks_only() -> None:
 
 
 def test_blocks_that_were_not_sampled_run_the_nearest_trace_on_memory_of_their_own() -> None:
-    whole, blocks = copied_grid(traces([(0, [5])], [(1, [5])]), np.array([1, 4]), (6, 1, 1), part=6)
+    whole, blocks = copied_grid(traces([(0, [5])], [(1, [5])]), np.array([1, 4]), (6, 1, 1), axis=0, part=6)
     assert blocks["trace"].tolist() == [0, 0, 0, 1, 1, 1]
     touched = [addresses(whole, block)[0] for block in blocks]
     assert touched[1] == touched[4] == 5  # what was traced stays where it was
     assert len(set(touched)) == 5
+
+
+def test_requests_may_be_counted_along_any_axis() -> None:
+    made = traces([(0, [10])], [(0, [20])], [(0, [30])])
+    whole, blocks = copied_grid(made, np.arange(3), (3, 2, 1), axis=1, part=1)
+    assert blocks["trace"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert len({addresses(whole, block)[0] for block in blocks}) == 6
 
 
 def test_an_affine_grid_follows_both_axes() -> None:

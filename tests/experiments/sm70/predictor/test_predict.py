@@ -20,6 +20,10 @@ def test_only_the_part_with_data_is_emulated() -> None:
     assert geometry.blocks == 256
 
 
+def test_data_may_be_a_part_along_any_axis() -> None:
+    assert Geometry((3, 8, 1), 4, 0, axis=1, part=1).sample() == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
 def test_a_large_launch_is_sampled_everywhere() -> None:
     sample = Geometry((100, 1, 3), 4, 0, most_blocks=6).sample()
     assert len(sample) == 6
