@@ -35,6 +35,13 @@ class Convergence:
         self._state = np.zeros(threads.count, np.int8)
         self._parties: dict[int, Array] = {}  # whom the threads at an instruction wait for
 
+    def restart(self) -> None:
+        """All threads are at the first instruction."""
+        self.counters[:] = 0
+        self._state[:] = _READY
+        self.members.clear()
+        self._parties.clear()
+
     def register(self, name: str) -> Array:
         """Threads in a convergence register of their warp."""
         if name not in self.members:

@@ -93,18 +93,22 @@ def run(
     races: dict[tuple[int, str], Race] = {}
     traces: list[Trace] = []
     executed = 0
+    machine: Machine | None = None
     at_once = max(1, _THREADS_AT_ONCE // (warps * WARP))
     with np.errstate(all="ignore"):
         for first in range(0, len(places), at_once):
-            threads = Threads(places[first : first + at_once], warps, constants)
-            shared = SharedMemory(
-                len(threads.blocks), shared_bytes, warps, by_byte=by_byte, check_races=check_races
-            )
-            space = Memory(memory, shared, LocalMemory(threads.count, stack))
+            now = places[first : first + at_once]
+            if machine is None or len(now) < at_once:
+                threads = Threads(now, warps, constants)
+                shared = SharedMemory(len(now), shared_bytes, warps, by_byte=by_byte, check_races=check_races)
+                space = Memory(memory, shared, LocalMemory(threads.count, stack))
+                machine = Machine(program, threads, space, RaceList(threads, races))
+            else:
+                machine.restart(now)
             recorder = Recorder(threads) if trace else None
-            machine = Machine(program, threads, space, RaceList(threads, races), recorder)
-            machine.run(_MOST_STEPS)
-            executed += machine.warp_instructions
+            before = machine.warp_instructions
+            machine.run(_MOST_STEPS, recorder)
+            executed += machine.warp_instructions - before
             if recorder:
                 traces.append(recorder.trace())
     return Run(list(races.values()), joined(traces) if traces else None, executed)

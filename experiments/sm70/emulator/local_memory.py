@@ -23,6 +23,10 @@ class LocalMemory:
         self._words = np.zeros(threads * size // 4, np.uint32)
         self._undefined = np.full(threads * size // 4, 0xFFFFFFFF, np.uint32)
 
+    def restart(self) -> None:
+        """Begin again with other threads: nothing has been written."""
+        self._undefined[:] = 0xFFFFFFFF
+
     def places(
         self, addresses: Array, threads: Array, size: int, fail: Callable[[Array, str], Exception]
     ) -> Array:

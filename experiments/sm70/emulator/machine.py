@@ -57,11 +57,10 @@ class Machine:
         warp_instructions: instructions that warps have issued.
     """
 
-    def __init__(
-        self, program: Program, threads: Threads, memory: Memory, races: RaceList, recorder: Recorder | None
-    ) -> None:
+    def __init__(self, program: Program, threads: Threads, memory: Memory, races: RaceList) -> None:
         self.warp_instructions = 0
-        self._program, self._threads, self._memory, self._recorder = program, threads, memory, recorder
+        self._program, self._threads, self._memory = program, threads, memory
+        self._recorder: Recorder | None = None
         self._operands = Operands(threads)
         self._convergence = Convergence(threads)
         self._index = {instruction.address: instruction.index for instruction in program.instructions}
@@ -98,13 +97,21 @@ class Machine:
         self._operations.append(operation)
         self._jumps.append(jump)
 
-    def run(self, most_steps: int) -> None:
+    def restart(self, blocks: Array) -> None:
+        """Make ready to execute the program for as many other blocks."""
+        self._threads.restart(blocks)
+        self._memory.shared.restart()
+        self._memory.local.restart()
+        self._convergence.restart()
+
+    def run(self, most_steps: int, recorder: Recorder | None) -> None:
         """Execute until all threads have exited.
 
         Raises:
             EmulationError: see :func:`page4.experiments.sm70.emulator.run`.
         """
         threads, convergence = self._threads, self._convergence
+        self._recorder = recorder
         while threads.alive.any():
             found = convergence.next_group()
             if found is None:

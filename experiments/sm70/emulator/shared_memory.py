@@ -47,6 +47,12 @@ class SharedMemory:
         self._own = own.view(np.uint64)
         self._touched = False
 
+    def restart(self) -> None:
+        """Begin again with other blocks: nothing has been written."""
+        self._data[:] = 0
+        self._undefined[:] = 0xFFFFFFFF
+        self.barrier(None)
+
     def places(
         self, addresses: Array, blocks: Array, size: int, fail: Callable[[Array, str], Exception]
     ) -> Array:
@@ -170,7 +176,7 @@ class SharedMemory:
         """Report accesses by their first unit at fault."""
         unit = conflict.argmax(1)
         marks = np.ascontiguousarray(seen[np.arange(len(seen)), unit]).view(np.uint8)
-        report(kind, conflict.any(1), marks[:, : self._warps] != 0)
+        report(kind, np.asarray(conflict.any(1)), marks[:, : self._warps] != 0)
 
     def barrier(self, blocks: Array | None) -> None:
         """All warps of these blocks have met."""

@@ -50,13 +50,29 @@ class Threads:
         self.warp = place // WARP % warps
         self.block = place // (WARP * warps)
         self._thread = place % (WARP * warps)
+        self._special: dict[str, Array] = {}
+
+    def restart(self, blocks: Array) -> None:
+        """Begin again with as many other blocks."""
+        self.blocks = blocks
+        self.registers[:] = 0
+        self.predicates[:TRUE_PREDICATE] = False
+        self.undefined.restart()
+        self.alive[:] = True
+        for name, value in self._special.items():
+            value[...] = self._special_value(name)
 
     def special(self, name: str) -> Array:
-        """``[N]`` uint32, a special register such as ``SR_TID.X``.
+        """``[N]`` uint32, a special register such as ``SR_TID.X``; later blocks get theirs in the same array.
 
         Raises:
             KeyError: it is not known.
         """
+        if name not in self._special:
+            self._special[name] = self._special_value(name)
+        return self._special[name]
+
+    def _special_value(self, name: str) -> Array:
         if name in ("SRZ", "SR_TID.Y", "SR_TID.Z"):  # blocks have one dimension, as Triton launches them
             return np.zeros(self.count, np.uint32)
         if name == "SR_TID.X":

@@ -28,8 +28,14 @@ class Undefined:
     """
 
     def __init__(self, threads: int) -> None:
-        self.bits = np.full((PREDICATES + 8, threads), ALL_BITS, np.uint32)
+        self.bits = np.empty((PREDICATES + 8, threads), np.uint32)
         self.anywhere = [True] * (PREDICATES + 8)
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing has been written."""
+        self.bits[:] = ALL_BITS
+        self.anywhere[:] = [True] * (PREDICATES + 8)
         for always in (PREDICATES - 1, PREDICATES + 7):  # RZ and PT
             self.bits[always] = 0
             self.anywhere[always] = False

@@ -104,6 +104,29 @@ def test_blocks_have_places_and_shared_memory_of_their_own() -> None:
     assert not result[0].any()  # block (0, 0, 0) did not run
 
 
+def test_blocks_run_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("page4.experiments.sm70.emulator.launch._THREADS_AT_ONCE", 64)
+    result = np.zeros(7, np.uint32)
+    text = """
+        S2R R4, SR_CTAID.X
+        STS [RZ], R4
+        LDS.U R8, [RZ]
+        MOV R9, 0x4
+        IMAD.WIDE R2, R8, R9, c[0x0][0x160]
+        STG.E.SYS [R2], R8
+        EXIT
+    """
+    found = run(
+        program(text), grid=(7, 1, 1), warps=1, arguments=[result], shared_bytes=4, trace=True
+    )  # fmt: skip
+    np.testing.assert_array_equal(result, np.arange(7))
+    assert found.trace is not None and found.warp_instructions == found.trace.events == 49
+    assert found.trace.blocks[:, 0].tolist() == list(range(7))
+    late = text.replace("STS [RZ], R4", "ISETP.LT.AND P0, PT, R4, 0x4, PT\n@P0 STS [RZ], R4")
+    with pytest.raises(EmulationError, match=r"block \(4, 0, 0\), thread 0: the address depends"):
+        run(program(late), grid=(7, 1, 1), warps=1, arguments=[result], shared_bytes=4)
+
+
 def test_atomic_operations_take_turns() -> None:
     counter, order = np.zeros(1, np.uint32), np.zeros(2 * WARP, np.uint32)
     launch(
