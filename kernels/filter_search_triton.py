@@ -1,0 +1,231 @@
+"""The last token that top-k, top-p and min-p keep of a row of logits, without sorting.
+
+All three keep the first tokens in the order of logits (descending, ties to the lower token), so what they
+keep is a threshold and, among the tokens that equal it, a last one. Both come from bisections over the tokens
+above a bound that is known from the tiles' sums: a few hundred or thousand, which are listed first. Only if
+the list overflows, the bisections read the whole row each time.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from page4.kernels.token_weights_triton import fixed_point, load_logits, relative_power
+
+_NO_KEY = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _key(b_logit):
+    """An int32 that orders as the logit does, above INT_MIN; -0.0 becomes +0.0."""
+    bits = tl.where(b_logit == 0.0, 0.0, b_logit).to(tl.int32, bitcast=True)
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31) + 1)
+
+
+@triton.jit
+def _logit(key):
+    """The logit that has a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _eligible_keys(b_logit, maximum, scale, least_exponent):
+    """Keys of logits that have at least a relative exponent; INT_MIN for the others."""
+    m_eligible = (b_logit > -float("inf")) & ((b_logit - maximum) * scale >= least_exponent)
+    return tl.where(m_eligible, _key(b_logit), _NO_KEY)
+
+
+@triton.jit
+def _load_source(p_row, p_bits, vocabulary, p_listed, listed, o):
+    """Logits of the list (its first ``listed`` entries) or, if ``listed`` is -1, of the row; -inf beyond."""
+    b_row = load_logits(p_row, p_bits, o, tl.where(listed < 0, vocabulary, 0))
+    b_list = tl.load(p_listed + o, mask=o < listed, other=-float("inf"))
+    return tl.where(listed < 0, b_row, b_list)
+
+
+@triton.jit
+def _tally(
+    p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, least, CHUNK: tl.constexpr
+):
+    """Number, weight and least key of the eligible tokens whose keys are at least ``least``."""
+    b_count = tl.zeros([CHUNK], tl.int32)
+    b_mass = tl.zeros([CHUNK], tl.int64)
+    b_least = tl.full([CHUNK], 2**31 - 1, tl.int32)
+    for first in range(0, tl.where(listed < 0, vocabulary, listed), CHUNK):
+        b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, first + tl.arange(0, CHUNK))
+        b_key = _eligible_keys(b_logit, maximum, scale, log2_min_p)
+        m_counted = b_key >= least
+        b_count += m_counted.to(tl.int32)
+        b_mass += tl.where(m_counted, fixed_point(relative_power(b_logit, maximum, scale)), 0)
+        b_least = tl.minimum(b_least, tl.where(m_counted, b_key, 2**31 - 1))
+    return tl.sum(b_count, axis=0), tl.sum(b_mass, axis=0), tl.min(b_least, axis=0)
+
+
+@triton.jit
+def _bisect(
+    p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+    needed, low, count_low, mass_low, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The greatest key such that the tokens from it on reach ``needed``, in number or in weight.
+
+    ``low`` is a token's key that does so, with its tally. Returns the key, its tally, and that of the tokens
+    above it, of which only ``low`` and its own tally mean something when exactly ``needed`` tokens were met.
+    """
+    high = _key(maximum) + 1
+    count_high = tl.full([], 0, tl.int32)
+    mass_high = tl.full([], 0, tl.int64)
+    searching = (high - 1 != low) & (count_low - count_high > 1)
+    if not BY_MASS:
+        searching = searching & (count_low != needed)
+    while searching:
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        count, mass, least = _tally(
+            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, middle, CHUNK
+        )
+        reached = count >= needed
+        if BY_MASS:
+            reached = mass >= needed
+        if reached:
+            low, count_low, mass_low = least, count, mass
+        else:
+            high, count_high, mass_high = middle, count, mass
+        searching = (high - 1 != low) & (count_low - count_high > 1)
+        if not BY_MASS:
+            searching = searching & (count_low != needed)
+    return low, count_low, mass_low, count_high, mass_high
+
+
+@triton.jit
+def _last_tie(
+    p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The token that is number ``ties`` (from 1) of those that have the key."""
+    before = tl.full([], 0, tl.int32)
+    token = tl.full([], -1, tl.int32)
+    for first in range(0, tl.where(listed < 0, vocabulary, listed), CHUNK):
+        o = first + tl.arange(0, CHUNK)
+        b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, o)
+        m_tied = _eligible_keys(b_logit, maximum, scale, log2_min_p) == key
+        m_last = m_tied & (before + tl.cumsum(m_tied.to(tl.int32), axis=0) == ties)
+        b_token = tl.where(listed < 0, o, tl.load(p_tokens + o, mask=o < listed, other=-1))
+        token = tl.maximum(token, tl.max(tl.where(m_last, b_token, -1), axis=0))
+        before += tl.sum(m_tied.to(tl.int32), axis=0)
+    return token
+
+
+@triton.jit
+def _kth_tile(b_tile_max, k):
+    """A key that at least ``k`` of the tiles' maxima reach: INT_MIN if they are fewer."""
+    b_key = tl.where(b_tile_max > -float("inf"), _key(b_tile_max), _NO_KEY)
+    low = tl.min(b_key, axis=0)
+    high = tl.max(b_key, axis=0) + 1
+    count = tl.sum((b_key > _NO_KEY).to(tl.int32), axis=0)
+    low = tl.where(count < k, _NO_KEY, low)
+    searching = (count > k) & (high - 1 != low)
+    while searching:
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = tl.sum((b_key >= middle).to(tl.int32), axis=0)
+        if above >= k:
+            low = middle
+        else:
+            high = middle
+        searching = (above != k) & (high - 1 != low)
+    return low
+
+
+@triton.jit
+def _list_tokens(
+    p_row, p_bits, vocabulary, p_listed, p_tokens, maximum, scale, least_exponent, least_key,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Lists, in order, the tokens above both bounds; returns their number, or -1 if there are too many."""
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, vocabulary, CHUNK):
+        o_token = first + tl.arange(0, CHUNK)
+        b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
+        b_key = _eligible_keys(b_logit, maximum, scale, least_exponent)
+        m_listed = (b_key > _NO_KEY) & (b_key >= least_key)
+        o_entry = count + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
+        m_listed = m_listed & (o_entry < CAPACITY)
+        tl.store(p_listed + o_entry, b_logit, mask=m_listed)
+        tl.store(p_tokens + o_entry, o_token, mask=m_listed)
+        count = tl.max(o_entry, axis=0) + 1
+    return tl.where(count > CAPACITY, -1, count)
+
+
+@triton.jit
+def search_filters(
+    p_row, p_bits, vocabulary, p_listed, p_tokens, b_tile_max, maximum, total,
+    scale, top_k, top_p, log2_min_p,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Threshold, last token that equals it, and weight of what the filters keep of a row.
+
+    A top-k of 0 and a top-p of 1 are off, and so is a log2 of min-p of -inf. ``total`` is the row's sum.
+    """
+    least_exponent = log2_min_p
+    least_key = tl.full([], _NO_KEY, tl.int32)
+    whole = (top_k == 0) & (log2_min_p == -float("inf"))
+    if whole:
+        # Tokens that weigh less than (1 - p) / V of the sum cannot be needed. A quarter of it leaves room
+        # for roundings.
+        share = (1.0 - top_p) * (total.to(tl.float32) * 0.5**40)
+        if top_p < 1.0 - 0.5**18:
+            least_exponent = tl.log2(share / vocabulary) - 2.0
+    elif top_k > 0:
+        least_key = _kth_tile(b_tile_max, top_k)
+    listed = _list_tokens(
+        p_row, p_bits, vocabulary, p_listed, p_tokens, maximum, scale, least_exponent, least_key,
+        CAPACITY, CHUNK,
+    )  # fmt: skip
+    tl.debug_barrier()  # threads read what others have listed
+    count, mass, key = _tally(
+        p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, _NO_KEY + 1, CHUNK
+    )
+    needed_all = mass
+    last = tl.full([], 0, tl.int32) + vocabulary
+    if (top_k > 0) & (count > top_k):
+        key, count, mass, count_above, mass_above = _bisect(
+            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+            top_k, key, count, mass, False, CHUNK,
+        )  # fmt: skip
+        needed_all = mass
+        if count > top_k:
+            ties = top_k - count_above
+            weight = fixed_point(relative_power(_logit(key), maximum, scale))
+            needed_all = mass_above + ties * weight
+            last = _last_tie(
+                p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
+                CHUNK,
+            )  # fmt: skip
+    kept = needed_all
+    if top_p < 1.0:
+        base = tl.where(whole, total, needed_all)
+        needed = (base.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+        needed = tl.minimum(tl.maximum(needed, 1), needed_all)
+        key, count, mass, count_above, mass_above = _bisect(
+            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+            needed, key, count, mass, True, CHUNK,
+        )  # fmt: skip
+        weight = fixed_point(relative_power(_logit(key), maximum, scale))
+        ties = ((needed - mass_above + weight - 1) // weight).to(tl.int32)
+        kept = mass_above + ties * weight
+        last = _last_tie(
+            p_row,
+            p_bits,
+            vocabulary,
+            p_listed,
+            p_tokens,
+            listed,
+            maximum,
+            scale,
+            log2_min_p,
+            key,
+            ties,
+            CHUNK,
+        )
+    return _logit(key), last, kept

@@ -1,0 +1,167 @@
+"""Token weights in Triton, and the one launch that reads all logits: the sums of every tile of every row.
+
+The functions compute the bits of :mod:`~page4.kernels.token_weights`. Every kernel that calls them is
+launched with ``enable_fp_fusion=False``: a fused product and sum would round once instead of twice.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from page4.kernels.dependent_launch import launches_dependents, start_dependent
+from page4.kernels.errors import InputError
+from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
+
+TILES_PER_PROGRAM = 4  # one warp sums up one tile
+_C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
+
+
+@triton.jit
+def load_logits(p_row, p_bits, o_token, vocabulary):
+    """FP32 logits of a row; -inf for tokens that are not allowed or beyond the vocabulary."""
+    m_token = o_token < vocabulary
+    b_logit = tl.load(p_row + o_token, mask=m_token, other=-float("inf")).to(tl.float32)
+    if p_bits is not None:
+        b_word = tl.load(p_bits + o_token // 32, mask=m_token, other=0)
+        b_logit = tl.where(((b_word >> (o_token % 32)) & 1) != 0, b_logit, -float("inf"))
+    return b_logit
+
+
+@triton.jit
+def relative_power(b_logit, maximum, scale):
+    """FP32 ``2^((logit - maximum) * scale)``, at least 2^-64."""
+    b_exponent = tl.where(b_logit > -float("inf"), (b_logit - maximum) * scale, -64.0)
+    b_exponent = tl.maximum(b_exponent, -64.0)
+    b_shifted = b_exponent + 12582912.0
+    b_f = b_exponent - (b_shifted - 12582912.0)
+    b_power = b_f * _C5 + _C4
+    b_power = b_power * b_f + _C3
+    b_power = b_power * b_f + _C2
+    b_power = b_power * b_f + _C1
+    b_power = b_power * b_f + 1.0
+    b_whole = b_shifted.to(tl.int32, bitcast=True) - 0x4B400000
+    return (b_power.to(tl.int32, bitcast=True) + (b_whole << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fixed_point(b_power):
+    """int64 ``floor(2^40 * power)``."""
+    return (b_power * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def inverse_total(total):
+    """FP32 factor that turns powers of a row into probabilities."""
+    return tl.where(total > 0, 1099511627776.0 / tl.maximum(total, 1).to(tl.float64), 0.0).to(tl.float32)
+
+
+@triton.jit
+def draw_below(high, low, limit):
+    """``floor(limit * x / 2^64)``, x the 64 bits of two uint32 words."""
+    return tl.umulhi((high.to(tl.uint64) << 32) | low.to(tl.uint64), limit.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def random_words(seed, position, purpose):
+    """The four uint32 words of int64 positions for one purpose, or one for each position."""
+    c0 = (position & 0xFFFFFFFF).to(tl.uint32)
+    c1 = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c2 = c0 * 0 + purpose.to(tl.uint32)
+    return tl.philox(seed, c0, c1, c2, c0 * 0)
+
+
+@triton.jit
+def row_maximum(b_tile_max):
+    """The maximum of tile maxima, and whether a row of it has a distribution."""
+    maximum = tl.max(b_tile_max, axis=0)
+    nan = tl.max((b_tile_max != b_tile_max).to(tl.int32), axis=0) != 0
+    return maximum, (maximum > -float("inf")) & (maximum < float("inf")) & (nan == 0)
+
+
+@triton.jit
+def tiles_in_row(b_own, b_tile_max, maximum, scale):
+    """int64 sums of tiles relative to the row's maximum, from those relative to the tiles' own."""
+    b_factor = relative_power(b_tile_max, maximum, scale)
+    return (b_own.to(tl.float64) * b_factor.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def tile_sums_kernel(
+    p_logits, stride_request, stride_row, p_positions, p_scale,
+    p_allowed, stride_bits_request, stride_bits_row, p_store, stride_store, p_tile_max, p_tile_sum,
+    vocabulary, tiles,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program takes ``BT`` tiles of one row: the maximum of each (NaN if there is one) and its sum.
+
+    For a greedy request the sum is the first index of the maximum instead. The logits of a request that is
+    not greedy are copied to ``p_store``, if it is given.
+    """
+    start_dependent(DEPENDENT)
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_request, i_member = i_row // ROWS, i_row % ROWS
+    if tl.load(p_positions + i_request) < 0:
+        return  # a padded request
+    scale = tl.load(p_scale + i_request)
+    o_tile = i_part * BT + tl.arange(0, BT)
+    o_token = o_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [BT, TILE]
+    p_row = p_logits + i_request * stride_request + i_member * stride_row
+    p_bits = p_allowed
+    if p_allowed is not None:
+        p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
+    b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
+    b_max = tl.max(b_logit, axis=1)  # [BT]
+    b_nan = tl.max((b_logit != b_logit).to(tl.int32), axis=1)
+    if scale == 0.0:
+        b_sum = tl.min(tl.where(b_logit == b_max[:, None], o_token, 2**31 - 1), axis=1).to(tl.int64)
+    else:
+        b_sum = tl.sum(fixed_point(relative_power(b_logit, b_max[:, None], scale)), axis=1)
+        if p_store is not None:
+            p_copy = p_store + i_request * stride_store + o_token
+            tl.store(p_copy, b_logit.to(p_store.dtype.element_ty), mask=o_token < vocabulary)
+    o_out = i_row * tiles + o_tile
+    tl.store(p_tile_max + o_out, tl.where(b_nan != 0, float("nan"), b_max), mask=o_tile < tiles)
+    tl.store(p_tile_sum + o_out, b_sum, mask=o_tile < tiles)
+
+
+def launch_tile_sums(
+    logits: Tensor,
+    positions: Tensor,
+    scale: Tensor,
+    allowed: Tensor | None,
+    store: Tensor | None,
+    tile_max: Tensor,
+    tile_sum: Tensor,
+) -> None:
+    """Sums of the tiles of logits ``[R, rows, V]`` into ``[R * rows, T]``; inputs are checked already."""
+    requests, rows, vocabulary = logits.shape
+    tiles = triton.cdiv(vocabulary, TILE)
+    dependent = launches_dependents(logits.device)
+    tile_sums_kernel[(requests * rows, triton.cdiv(tiles, TILES_PER_PROGRAM))](
+        logits, logits.stride(0), logits.stride(1), positions, scale,
+        allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
+        store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles,
+        ROWS=rows, TILE=TILE, BT=TILES_PER_PROGRAM, DEPENDENT=dependent,
+        num_warps=TILES_PER_PROGRAM, enable_fp_fusion=False, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def next_tiles(vocabulary: int) -> int:
+    """Tiles of a row, rounded up to a power of two."""
+    return triton.next_power_of_2(triton.cdiv(vocabulary, TILE))
+
+
+def check_on(device: torch.device, **tensors: Tensor | None) -> None:
+    """Refuse tensors on other devices, and those whose last dimension is not adjacent."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if x.device != device:
+            raise InputError(f"{name} is on {x.device}, the logits are on {device}")
+        if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise InputError(f"the last dimension of {name} must be adjacent, its stride is {x.stride(-1)}")
