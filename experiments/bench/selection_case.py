@@ -34,9 +34,7 @@ _PLAN_ENTRY = 8  # bytes: a block and a mask
 def scores_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     """Index scores of every complete block; floor: keys once per request, queries, and scores written."""
     shape = cell.shape
-    keys = shape.requests * (shape.context // BLOCK_TOKENS) * 2 * shape.index_dim
-    queries = 2 * shape.total_rows * INDEX_HEADS * shape.index_dim
-    floor = keys + queries + 4 * _visible_scores(shape)
+    floor = scores_bytes(shape)
     memory = shape.requests * shape.pages * 8 * shape.index_dim + 4 * shape.total_rows * shape.max_blocks
     count, cold = choose_copies(machine, floor, memory, config.max_copies)
     copies = score_copies(shape, machine.device, config.seed, count)
@@ -52,17 +50,24 @@ def select_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     """Exact top-k and the union plan; floor: visible scores read and the plan written."""
     shape = cell.shape
     memory = 3 * 4 * shape.total_rows * shape.max_blocks
-    count, cold = choose_copies(machine, 4 * _visible_scores(shape), memory, config.max_copies)
+    count, cold = choose_copies(machine, 4 * visible_scores(shape), memory, config.max_copies)
     copies = select_copies(shape, machine.device, config.seed, count)
     checked = sample_groups(len(copies[-1].groups.rows), config.check_groups, config.seed)
     launches = [functools.partial(select_plan_triton, *vars(inputs).values()) for inputs in copies]
     launches[0]()
-    floor = 4 * _visible_scores(shape) + _PLAN_ENTRY * int(copies[0].plan.counts.sum())
+    floor = 4 * visible_scores(shape) + _PLAN_ENTRY * int(copies[0].plan.counts.sum())
     check = functools.partial(check_selection, copies[-1], checked, launches[-1])
     return Case(floor, [Contender("triton", launches, check)], count, cold)
 
 
-def _visible_scores(shape: StepShape) -> int:
+def scores_bytes(shape: StepShape) -> int:
+    """Bytes that index scores cannot avoid: each request's keys, queries, scores of complete blocks."""
+    keys = shape.requests * (shape.context // BLOCK_TOKENS) * 2 * shape.index_dim
+    queries = 2 * shape.total_rows * INDEX_HEADS * shape.index_dim
+    return keys + queries + 4 * visible_scores(shape)
+
+
+def visible_scores(shape: StepShape) -> int:
     """Scores of complete blocks, over all rows."""
     positions = range(shape.context - shape.rows, shape.context)
     return shape.requests * sum((position + 1) // BLOCK_TOKENS for position in positions)

@@ -11,6 +11,8 @@ from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 
 Implementation = Literal["gluon", "triton"]
+StepKernel = Literal["prepare", "scores", "select"]
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
@@ -29,6 +31,9 @@ class PredictConfig:
         rows: of a request: 1 decodes, 4 verify three drafts.
         heads: (query heads, KV heads) each.
         formats: of K and V.
+        step_kernels: other calls of a sparse layer, at all ``rows`` and ``requests`` with the first of
+            ``heads`` and ``formats``: ``prepare`` (the K/V write), ``scores``, and ``select`` with its plan.
+        step_context: tokens of a request for those.
         context: tokens of a request; beyond what the selected blocks need it changes nothing.
         overlap: share of a row's blocks that all rows of its request select.
         head_dim: D.
@@ -45,6 +50,8 @@ class PredictConfig:
     rows: tuple[int, ...] = (4, 1)
     heads: tuple[tuple[int, int], ...] = ((6, 1), (24, 2))
     formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "int8")
+    step_kernels: tuple[StepKernel, ...] = ("prepare", "scores", "select")
+    step_context: int = 32768
     context: int = 8192
     overlap: float = 0.9
     head_dim: int = 256
@@ -58,6 +65,8 @@ class PredictConfig:
         "rows": (4,),
         "heads": ((6, 1),),
         "formats": ("e4m3", "fp16"),
+        "step_kernels": ("prepare",),
+        "step_context": 1024,
         "context": 1024,
         "topk": 64,
     }
@@ -81,8 +90,9 @@ class PredictConfig:
             check_kv_format(kv_format)
         if not 0 <= self.overlap <= 1:
             raise InputError(f"overlap must lie in 0..1, got {self.overlap}")
-        if self.context < max(self.rows):
-            raise InputError(f"{max(self.rows)} rows do not fit into a context of {self.context} tokens")
+        for context in (self.context, self.step_context):
+            if context < max(self.rows):
+                raise InputError(f"{max(self.rows)} rows do not fit into a context of {context} tokens")
         for name, low in {"topk": 1, "sampled_requests": 1, "most_replayed_requests": 1, "seed": 0}.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")

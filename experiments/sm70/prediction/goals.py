@@ -22,6 +22,9 @@ DECODE_OVER_FLOOR = 1.3
 OVER_PLAIN = 8.0
 """Least time of plain ``tl.dot`` over that with tensor cores: 16 requests, e4m3, 4 rows, 6/1 heads."""
 
+OF_STREAM = 0.7
+"""Least share of the bandwidth of streams that writing K and V and selecting reach at 64 requests, 4 rows."""
+
 _SMALL, _WIDE = (6, 1), (24, 2)
 
 
@@ -74,6 +77,19 @@ def judge(rows: Sequence[Row], config: PredictConfig) -> list[Verdict]:
         if row["implementation"] == "gluon" and row["predicted_us"] is not None:
             verdicts += _of_row(row, times)
     return verdicts
+
+
+def judge_step_kernels(rows: Sequence[Row]) -> list[Verdict]:
+    """The goals of the other calls of a sparse layer."""
+    return [
+        Verdict(
+            f"{row['kernel']}, {cell_label(row)}", "share of 830 GB/s", OF_STREAM, row["floor_fraction"], True
+        )
+        for row in rows
+        if row["kernel"] in ("prepare", "select")
+        and (row["requests"], row["rows"]) == (64, 4)
+        and row["predicted_us"] is not None
+    ]
 
 
 def _of_row(row: Row, times: dict[tuple[Any, ...], float]) -> Iterator[Verdict]:

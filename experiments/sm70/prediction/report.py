@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from page4.experiments.results import ResultFolder
@@ -10,12 +10,17 @@ from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import cell_label
 from page4.experiments.sm70.prediction.config import PredictConfig
 from page4.experiments.sm70.prediction.figure import plot_roofline
-from page4.experiments.sm70.prediction.goals import Verdict, judge
+from page4.experiments.sm70.prediction.goals import Verdict, judge, judge_step_kernels
 from page4.experiments.sm70.predictor.machine import STREAM_BYTES_PER_SECOND
 
 _HEADER = (
     "requests x rows, heads, format", "implementation", "predicted, us", "of it merge", "floor, us",
     "floor / predicted", "bound by", "registers", "spills", "warps", "configuration", "emulated blocks",
+)  # fmt: skip
+
+_KERNEL_HEADER = (
+    "call", "requests x rows, tokens", "predicted, us", "floor, us", "floor / predicted", "bound by",
+    "registers", "spills", "launches, us", "emulated blocks",
 )  # fmt: skip
 
 NOTE = (
@@ -30,39 +35,69 @@ NOTE = (
 )
 
 
-def write_report(results: ResultFolder, rows: Sequence[Row], config: PredictConfig) -> dict[str, Any]:
+def write_report(
+    results: ResultFolder, rows: Sequence[Row], kernels: Sequence[Row], config: PredictConfig
+) -> dict[str, Any]:
     """Judge the rows, write what is made from them, and return what `summary.json` holds."""
-    verdicts = judge(rows, config)
+    verdicts = judge(rows, config) + judge_step_kernels(kernels)
     timed = [row for row in rows if row["predicted_us"] is not None]
+    everything = [*rows, *kernels]
     summary: dict[str, Any] = {
         "study": "sm70 predict",
         "measured": False,
         "rows": len(rows),
         "predicted": len(timed),
-        "refused": sum(row["status"] == "refused" for row in rows),
-        "failed": sum(row["status"] == "failed" for row in rows),
+        "step_kernels": len(kernels),
+        "refused": sum(row["status"] == "refused" for row in everything),
+        "failed": sum(row["status"] == "failed" for row in everything),
         "goals_met": sum(verdict.met for verdict in verdicts),
         "goals_missed": sum(not verdict.met for verdict in verdicts),
         "goals": [verdict.to_json() for verdict in verdicts],
-        "seconds": sum(row["seconds"] for row in timed),
+        "seconds": sum(row["seconds"] or 0.0 for row in everything),
     }
     results.write_json("summary.json", summary)
-    results.write_text("table.md", markdown(rows, verdicts, config.sampled_requests))
+    results.write_text("table.md", markdown(rows, kernels, verdicts, config.sampled_requests))
     if timed:
         title = "Attention and merge on a V100, PREDICTED, and the floors of memory and arithmetic"
         results.write_figure("roofline.png", plot_roofline(timed, title))
     return summary
 
 
-def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], sampled_requests: int) -> str:
-    """The table, the goals, and what the numbers are."""
-    lines = [_HEADER, ("---",) * len(_HEADER), *map(_cells, rows)]
-    parts = ["**Attention and merge on a V100, predicted**"]
-    parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+def markdown(
+    rows: Sequence[Row], kernels: Sequence[Row], verdicts: Sequence[Verdict], sampled_requests: int
+) -> str:
+    """The tables, the goals, and what the numbers are."""
+    parts = ["**Attention and merge on a V100, predicted**", _table(_HEADER, map(_cells, rows))]
+    if kernels:
+        parts.append("**Other calls of a sparse layer on a V100, predicted**")
+        parts.append(_table(_KERNEL_HEADER, map(_kernel_cells, kernels)))
     parts.append(NOTE.format(bandwidth=STREAM_BYTES_PER_SECOND / 1e9, sampled=sampled_requests))
     if verdicts:
         parts.append("Goals:\n\n" + "\n".join(f"- {verdict.text()}" for verdict in verdicts))
     return "\n\n".join(parts) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _kernel_cells(row: Row) -> tuple[str, ...]:
+    head = (row["kernel"], f"{row['requests']} x {row['rows']}, {row['context']}")
+    if row["predicted_us"] is None:
+        reason = f"{row['status']}: {row['launches']}".replace("|", "/")
+        return (*head, *["-"] * (len(_KERNEL_HEADER) - 4), reason, "-")
+    return (
+        *head,
+        f"{row['predicted_us']:.1f}",
+        f"{row['floor_us']:.1f}",
+        f"{100 * row['floor_fraction']:.0f} %",
+        row["bound"],
+        str(row["registers"]),
+        str(row["spills"]),
+        row["launches"],
+        f"{row['emulated_blocks']} of {row['blocks']}",
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,44 @@ from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.binary_cache import source_files
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction import attention
+from page4.experiments.sm70.prediction import attention, step_kernels
 from page4.experiments.sm70.prediction.attention import FAILURES, predict_attention
 from page4.experiments.sm70.prediction.cells import cell_label, cell_of, plan_cells
-from page4.experiments.sm70.prediction.config import Implementation, PredictConfig
+from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
 from page4.experiments.sm70.prediction.report import write_report
 from page4.experiments.sm70.prediction.rows import COLUMNS, KEY, predicted_row, row_without_time
+from page4.experiments.sm70.prediction.step_kernels import (
+    key_of,
+    plan_step_kernels,
+    predict_step_kernel,
+    step_kernel_without_time,
+)
 from page4.experiments.sm70.predictor.call import v100_stack
 from page4.experiments.sm70.toolchain import VERSION, side_install
 from page4.kernels.errors import InputError
 from page4.kernels.tuning import Configurations, configuration_digests, use_configurations
 
 Predict = Callable[[StepShape, Implementation], Row]
+PredictKernel = Callable[[StepKernel, StepShape], Row]
 
 
 def run(
-    config: PredictConfig, out: Path, progress: Reporter | None = None, predict: Predict | None = None
+    config: PredictConfig,
+    out: Path,
+    progress: Reporter | None = None,
+    predict: Predict | None = None,
+    predict_kernel: PredictKernel | None = None,
 ) -> dict[str, Any]:
     """Predict what is not yet in the folder, judge everything, and return the content of `summary.json`.
 
     Args:
         config: The study.
         out: Result folder, new or begun by the same configuration with the same kernels, model and files of
-            configurations. It gets `config.yaml`, `predictions.csv` (a row per step and implementation),
-            `summary.json`, `table.md`, `roofline.png` and `provenance.json`.
+            configurations. It gets `config.yaml`, `predictions.csv` (attention: a row per step and
+            implementation), `kernels.csv` (a row per step of the other calls), `summary.json`, `table.md`,
+            `roofline.png` and `provenance.json`.
         progress: Told of every row.
-        predict: Makes a row; by the emulator and the model if not given.
+        predict, predict_kernel: Make the rows; by the emulator and the model if not given.
 
     Raises:
         InputError: The Triton that compiles for sm_70 is missing, or the folder cannot be used.
@@ -47,20 +61,30 @@ def run(
     progress = progress or Silent()
     with _kernels(config) as (configurations, digests), ResultFolder(out, config, inputs=digests) as results:
         rows = results.samples(COLUMNS, KEY, "predictions.csv")
-        tasks = [
-            (shape, implementation)
-            for shape in plan_cells(config)
-            for implementation in config.implementations
-        ]
-        waiting = [task for task in tasks if (*cell_of(task[0]).values(), task[1]) not in rows]
-        progress.start(len(tasks), len(tasks) - len(waiting))
+        kernels = results.samples(step_kernels.COLUMNS, step_kernels.KEY, "kernels.csv")
+        steps = list(itertools.product(plan_cells(config), config.implementations))
+        calls = plan_step_kernels(config)
+        waiting = [task for task in steps if (*cell_of(task[0]).values(), task[1]) not in rows]
+        waiting_calls = [task for task in calls if key_of(*task) not in kernels]
+        left = len(waiting) + len(waiting_calls)
+        total = len(steps) + len(calls)
+        progress.start(total, total - left)
         try:
-            with _predictor(config, predict, bool(waiting)) as make_row:
+            with ExitStack() as stack:
+                if left and (predict is None or predict_kernel is None):
+                    compiler = stack.enter_context(_compiler())
+                    predict = predict or partial(_row, compiler, config)
+                    predict_kernel = predict_kernel or partial(_kernel_row, compiler, config)
                 for shape, implementation in waiting:
-                    rows.add([make_row(shape, implementation)])
+                    assert predict is not None
+                    rows.add([predict(shape, implementation)])
                     progress.advance(f"{cell_label(cell_of(shape))}, {implementation}")
+                for kernel, shape in waiting_calls:
+                    assert predict_kernel is not None
+                    kernels.add([predict_kernel(kernel, shape)])
+                    progress.advance(f"{kernel}, {cell_label(cell_of(shape))}")
         finally:  # an interrupted study has a report of what it predicted
-            summary = write_report(results, rows.rows, config)
+            summary = write_report(results, rows.rows, kernels.rows, config)
         results.finish(triton=VERSION, kernel_configs=configurations.record())
     return summary
 
@@ -78,24 +102,23 @@ def _kernels(config: PredictConfig) -> Iterator[tuple[Configurations, dict[str, 
 def _digest_of_code() -> str:
     """SHA-256 of the kernels, their launchers, the emulator and the model."""
     digest = hashlib.sha256(VERSION.encode())
-    for file in source_files(Path(attention.__file__)):
+    modules = (attention, step_kernels)
+    files = {file for module in modules for file in source_files(Path(str(module.__file__)))}
+    for file in sorted(files):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 @contextmanager
-def _predictor(config: PredictConfig, given: Predict | None, needed: bool) -> Iterator[Predict]:
-    if given is not None or not needed:
-        yield given or (lambda shape, implementation: {})
-        return
+def _compiler() -> Iterator[Compiler]:
     compiler = Compiler(side_install())
     try:
-        yield lambda shape, implementation: _row(shape, implementation, compiler, config)
+        yield compiler
     finally:
         compiler.close()
 
 
-def _row(shape: StepShape, implementation: Implementation, compiler: Compiler, config: PredictConfig) -> Row:
+def _row(compiler: Compiler, config: PredictConfig, shape: StepShape, implementation: Implementation) -> Row:
     try:
         step = predict_attention(shape, implementation, compiler, config)
     except InputError as error:
@@ -103,3 +126,12 @@ def _row(shape: StepShape, implementation: Implementation, compiler: Compiler, c
     except FAILURES as error:
         return row_without_time(shape, implementation, "failed", str(error))
     return predicted_row(shape, implementation, step)
+
+
+def _kernel_row(compiler: Compiler, config: PredictConfig, kernel: StepKernel, shape: StepShape) -> Row:
+    try:
+        return predict_step_kernel(kernel, shape, compiler, config)
+    except InputError as error:
+        return step_kernel_without_time(kernel, shape, "refused", str(error))
+    except FAILURES as error:
+        return step_kernel_without_time(kernel, shape, "failed", str(error))

@@ -7,13 +7,14 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from page4.experiments.config import DataclassInstance
 from page4.experiments.sm70 import emulator
 from page4.experiments.sm70.assembly import Program, parse
 from page4.experiments.sm70.compiling import Binary, Compiler
@@ -28,6 +29,8 @@ from page4.experiments.sm70.toolchain import VERSION
 from page4.experiments.sm70.trace import SECTOR_BYTES, Trace
 from page4.kernels import tuning
 from page4.kernels.errors import InputError
+
+InputsT = TypeVar("InputsT", bound=DataclassInstance)
 
 CAPABILITY = 70
 _DEFAULT_WARPS = 4  # Triton's
@@ -62,6 +65,20 @@ def v100_stack() -> Iterator[torch.device]:
         pretend_gpu(GPUS[CAPABILITY]) as device,
     ):
         yield device
+
+
+def own_storages(inputs: InputsT) -> InputsT:
+    """A dataclass of tensors without values in which no two fields share memory, as launched ones do not."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(inputs):
+        value = getattr(inputs, field.name)
+        if isinstance(value, Tensor):
+            size = value.untyped_storage().nbytes() // value.element_size()
+            storage = torch.empty(size, dtype=value.dtype)
+            changed[field.name] = storage.as_strided(value.shape, value.stride(), value.storage_offset())
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = own_storages(cast(Any, value))
+    return dataclasses.replace(inputs, **changed)
 
 
 def launches_on_v100(call: Callable[[], object]) -> list[Launch]:

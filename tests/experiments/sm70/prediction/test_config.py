@@ -39,6 +39,7 @@ def test_the_quick_run_is_a_small_one() -> None:
         ({"formats": ("fp8",)}, "fp8"),
         ({"overlap": 1.5}, "overlap"),
         ({"context": 3}, "do not fit"),
+        ({"step_context": 2}, "do not fit"),
         ({"sampled_requests": 0}, "sampled_requests must be at least 1"),
     ],
 )

@@ -11,8 +11,10 @@ import pytest
 from page4.experiments.cli import run as run_command
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction.attention import divisor_of, predict_attention
-from page4.experiments.sm70.prediction.config import PredictConfig
+from page4.experiments.sm70.prediction.attention import predict_attention
+from page4.experiments.sm70.prediction.config import PredictConfig, StepKernel
+from page4.experiments.sm70.prediction.step_kernels import predict_step_kernel
+from page4.experiments.sm70.predictor.step import divisor_of
 from page4.experiments.sm70.toolchain import side_install
 from page4.kernels.errors import InputError
 
@@ -80,6 +82,13 @@ def test_shares_are_whole(requests: int, most: int, divisor: int) -> None:
 def test_what_a_v100_cannot_run_is_refused(compiler: Compiler) -> None:
     with pytest.raises(InputError, match="int8"):
         predict_attention(replace(STEP, kv_format="int8"), "gluon", compiler, CONFIG)
+
+
+@pytest.mark.parametrize("kernel", ["prepare", "scores", "select"])
+def test_other_calls_have_times_above_their_floor(compiler: Compiler, kernel: StepKernel) -> None:
+    row = predict_step_kernel(kernel, STEP, compiler, CONFIG)
+    assert row["status"] == "predicted"
+    assert row["predicted_us"] > row["floor_us"] > 0
 
 
 def test_the_command_leaves_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row
-from page4.experiments.sm70.prediction.config import Implementation, PredictConfig
+from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
+from page4.experiments.sm70.prediction.step_kernels import row_of, step_kernel_without_time
 from page4.experiments.sm70.prediction.study import run
 from page4.kernels.errors import InputError
 from tests.experiments.sm70.prediction.predicted_rows import invented
 
-CONFIG = PredictConfig(requests=(16, 64), formats=("e4m3", "int8"), kernel_configs="defaults")
+CONFIG = PredictConfig(
+    requests=(16, 64), formats=("e4m3", "int8"), kernel_configs="defaults", step_kernels=()
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,25 @@ def test_an_interrupted_study_is_resumed(tmp_path: Path) -> None:
     assert run(CONFIG, tmp_path / "out", predict=resumed)["rows"] == 24
     # A finished one is only reported again, without a compiler.
     assert run(CONFIG, tmp_path / "out")["rows"] == 24
+
+
+def test_other_calls_have_a_table_of_their_own(tmp_path: Path) -> None:
+    def kernel_row(kernel: StepKernel, shape: StepShape) -> Row:
+        if kernel == "scores":
+            return step_kernel_without_time(kernel, shape, "failed", "an unknown\ninstruction")
+        return row_of(kernel, shape) | {
+            "status": "predicted", "launches": "one_kernel 3.0", "predicted_us": 3.0, "floor_us": 1.5,
+            "floor_fraction": 0.5, "bound": "DRAM", "registers": 32, "spills": 0, "blocks": 4,
+            "emulated_blocks": 1, "seconds": 0.1,
+        }  # fmt: skip
+
+    config = replace(CONFIG, step_kernels=("prepare", "scores"), formats=("e4m3",))
+    summary = run(config, tmp_path / "out", predict=invented, predict_kernel=kernel_row)
+    assert len(read(tmp_path / "out" / "kernels.csv")) == summary["step_kernels"] == 2 * 2 * 2
+    assert summary["failed"] == 4
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "failed: an unknown instruction" in text
+    assert "prepare, 64 x 4, 6/1, e4m3: share of 830 GB/s >= 0.7, predicted 0.5: MISSED" in text
 
 
 def test_another_configuration_needs_another_folder(finished: tuple[Path, dict[str, Any]]) -> None:

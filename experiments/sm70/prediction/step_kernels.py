@@ -1,0 +1,133 @@
+"""Predicts the other calls of a sparse layer: the K/V write, index scores, and selection with its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from page4.experiments.bench.prepare_case import prepare_bytes
+from page4.experiments.bench.selection_case import scores_bytes, visible_scores
+from page4.experiments.kernel_cases import StepShape
+from page4.experiments.samples import Row
+from page4.experiments.sm70.compiling import Compiler
+from page4.experiments.sm70.prediction.cells import CELL_COLUMNS, cell_of
+from page4.experiments.sm70.prediction.config import PredictConfig, StepKernel
+from page4.experiments.sm70.predictor.static_report import dram_floor_us
+from page4.experiments.sm70.predictor.step import predict_call
+from page4.kernels.block_select_triton import select_plan_triton
+from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
+
+KEY = ("kernel", *CELL_COLUMNS)
+COLUMNS: dict[str, type] = {
+    "kernel": str,
+    **CELL_COLUMNS,
+    "context": int,
+    "status": str,  # predicted; refused; failed
+    "launches": str,  # microseconds of each, or why there is no time
+    "predicted_us": float,
+    "floor_us": float,
+    "floor_fraction": float,  # floor_us / predicted_us
+    "bound": str,  # of the longest launch, as all below
+    "registers": int,
+    "spills": int,
+    "blocks": int,
+    "emulated_blocks": int,
+    "seconds": float,
+}
+_PLAN_ENTRY_BYTES = 8  # a block and a mask
+
+_LAUNCHERS: dict[StepKernel, Callable[..., object]] = {
+    "prepare": qsa_prepare_triton,
+    "scores": index_scores_triton,
+    "select": select_plan_triton,
+}
+
+
+def plan_step_kernels(config: PredictConfig) -> list[tuple[StepKernel, StepShape]]:
+    """Every call at every step."""
+    query_heads, kv_heads = config.heads[0]
+    return [
+        (
+            kernel,
+            StepShape(
+                requests=requests,
+                rows=rows,
+                query_heads=query_heads,
+                kv_heads=kv_heads,
+                context=config.step_context,
+                overlap=config.overlap,
+                kv_format=config.formats[0],
+                head_dim=config.head_dim,
+                topk=config.topk,
+            ),
+        )
+        for kernel in config.step_kernels
+        for rows in config.rows
+        for requests in config.requests
+    ]
+
+
+def predict_step_kernel(
+    kernel: StepKernel, shape: StepShape, compiler: Compiler, config: PredictConfig
+) -> Row:
+    """The row of one call.
+
+    Raises:
+        InputError: the launcher refuses the step.
+        CompilationError: a kernel does not compile.
+        EmulationError: the emulator cannot run a kernel.
+    """
+    began = time.perf_counter()
+    launches, _ = predict_call(
+        kernel,
+        shape,
+        lambda inputs: _LAUNCHERS[kernel](**vars(inputs)),
+        compiler,
+        emulated=config.sampled_requests,
+        most_replayed=config.most_replayed_requests,
+        seed=config.seed,
+    )
+    us = sum(launch.prediction.us for launch in launches)
+    longest = max((launch.prediction for launch in launches), key=lambda prediction: prediction.us)
+    floor_us = dram_floor_us(floor_bytes(kernel, shape))
+    return row_of(kernel, shape) | {
+        "status": "predicted",
+        "launches": " + ".join(f"{launch.kernel} {launch.prediction.us:.1f}" for launch in launches),
+        "predicted_us": us,
+        "floor_us": floor_us,
+        "floor_fraction": floor_us / us,
+        "bound": longest.bound,
+        "registers": longest.static.registers,
+        "spills": longest.static.spills,
+        "blocks": longest.blocks,
+        "emulated_blocks": longest.emulated_blocks,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def floor_bytes(kernel: StepKernel, shape: StepShape) -> int:
+    """Bytes that a call cannot avoid to move; of a plan, those of the blocks that all rows share at least."""
+    if kernel == "prepare":
+        return prepare_bytes(shape)
+    if kernel == "scores":
+        return scores_bytes(shape)
+    listed = min(shape.topk, shape.context // 4)
+    return 4 * visible_scores(shape) + _PLAN_ENTRY_BYTES * shape.requests * listed
+
+
+def row_of(kernel: StepKernel, shape: StepShape) -> Row:
+    """A row without a time yet."""
+    empty: Row = {name: "" if kind is str else None for name, kind in COLUMNS.items()}
+    return empty | cell_of(shape) | {"kernel": kernel, "context": shape.context}
+
+
+def step_kernel_without_time(kernel: StepKernel, shape: StepShape, status: str, reason: str) -> Row:
+    """The row of a call that has none, and why."""
+    return row_of(kernel, shape) | {"status": status, "launches": " ".join(reason.split())}
+
+
+def key_of(kernel: StepKernel, shape: StepShape) -> tuple[Any, ...]:
+    """What tells rows apart."""
+    return (kernel, *cell_of(shape).values())
