@@ -71,6 +71,7 @@ def predict_attention(
         compiler,
         emulated=config.sampled_requests,
         most_replayed=config.most_replayed_requests,
+        most_blocks=config.plain_blocks if implementation == "triton" else 256,
         seed=config.seed,
     )
     floor_bytes = unique_bytes(data) * shape.requests // len(data.block_tables)

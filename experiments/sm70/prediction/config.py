@@ -39,6 +39,8 @@ class PredictConfig:
         head_dim: D.
         topk: blocks that a row selects.
         sampled_requests: whose programs are emulated; the others repeat them on memory of their own.
+        plain_blocks: programs of plain ``tl.dot`` that are emulated at most: they execute ten times as many
+            instructions. Their merge finds less in L2 for it.
         most_replayed_requests: larger steps are replayed as a half, a quarter or an eighth of their requests
             on as much of the machine.
         seed: of all random inputs.
@@ -57,7 +59,8 @@ class PredictConfig:
     head_dim: int = 256
     topk: int = 512
     sampled_requests: int = 1
-    most_replayed_requests: int = 16
+    plain_blocks: int = 4
+    most_replayed_requests: int = 4
     seed: int = 0
 
     QUICK: ClassVar[dict[str, Any]] = {
@@ -93,6 +96,7 @@ class PredictConfig:
         for context in (self.context, self.step_context):
             if context < max(self.rows):
                 raise InputError(f"{max(self.rows)} rows do not fit into a context of {context} tokens")
-        for name, low in {"topk": 1, "sampled_requests": 1, "most_replayed_requests": 1, "seed": 0}.items():
+        for name in ("topk", "sampled_requests", "plain_blocks", "most_replayed_requests", "seed"):
+            low = 0 if name == "seed" else 1
             if getattr(self, name) < low:
                 raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")

@@ -98,6 +98,8 @@ class Sample:
         divisor: of requests and machine: a quarter of the requests on a quarter of the multiprocessors, of
             L2 and of bandwidth takes as long as all on all. Divides both.
         axis: of the grids that requests, or their rows, are counted along; 0 for x.
+        most_blocks: of a launch are emulated at most, evenly spread. A later launch finds nothing in L2 that
+            blocks wrote which were not emulated.
 
     Raises:
         InputError: numbers that do not divide each other.
@@ -107,6 +109,7 @@ class Sample:
     emulated: int
     divisor: int = 1
     axis: int = 0
+    most_blocks: int = 256
 
     def __post_init__(self) -> None:
         """Refuse what is no sample."""
@@ -133,7 +136,8 @@ class Sample:
             )
         grid[self.axis] = places // self.divisor
         part = min(places // self.requests * self.emulated, grid[self.axis])
-        return Geometry((grid[0], grid[1], grid[2]), warps, shared_bytes, self.axis, part)
+        whole = grid[0], grid[1], grid[2]
+        return Geometry(whole, warps, shared_bytes, self.axis, part, self.most_blocks)
 
 
 def predict_launches(

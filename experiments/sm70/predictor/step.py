@@ -54,7 +54,8 @@ def predict_call(
     compiler: Compiler,
     *,
     emulated: int = 1,
-    most_replayed: int = 16,
+    most_replayed: int = 4,
+    most_blocks: int = 256,
     seed: int = 0,
 ) -> tuple[list[KernelPrediction], Any]:
     """Predict what a call launches on a V100.
@@ -66,6 +67,7 @@ def predict_call(
         compiler: for the V100.
         emulated: requests whose programs are emulated.
         most_replayed: larger steps are replayed as a share of requests and machine, see :func:`divisor_of`.
+        most_blocks: of a launch that are emulated, see :class:`Sample`.
         seed: of the values.
 
     Returns the kernels, and the inputs with values of the emulated requests.
@@ -85,7 +87,8 @@ def predict_call(
 
     launches = launches_on_v100(call_without_values)
     data = inputs.with_values(replace(shape, requests=emulated), "cpu", seed)[0]
-    sample = Sample(shape.requests, emulated, divisor_of(shape.requests, most_replayed), inputs.axis)
+    divisor = divisor_of(shape.requests, most_replayed)
+    sample = Sample(shape.requests, emulated, divisor, inputs.axis, most_blocks)
     return predict_launches(launches, whole[0], data, compiler, sample), data
 
 
