@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .errors import EmulationError, Race
 from .global_memory import Buffer
-from .launch import Argument, Run, run
+from .launch import Argument, Run, run, unknown_instructions
 
-__all__ = ["Argument", "Buffer", "EmulationError", "Race", "Run", "run"]
+__all__ = ["Argument", "Buffer", "EmulationError", "Race", "Run", "run", "unknown_instructions"]

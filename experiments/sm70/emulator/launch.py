@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ _STACK = 0x28  # where the end of local memory is given
 _STACK_BYTES = 16384
 _THREADS_AT_ONCE = 2048
 _MOST_STEPS = 50_000_000
+_CONSTANT_BYTES = 0x1160  # at most: 4 KiB of parameters
 _SCRATCH_POINTERS = 2  # that kernels of Triton 3.6 take after the arguments
 
 
@@ -112,6 +113,17 @@ def run(
             if recorder:
                 traces.append(recorder.trace())
     return Run(list(races.values()), joined(traces) if traces else None, executed)
+
+
+def unknown_instructions(program: Program) -> list[str]:
+    """Instructions that the emulator cannot execute, each as text with the reason; whether reached or not."""
+    constants = np.zeros(_CONSTANT_BYTES, np.uint8)
+    threads = Threads(np.zeros((1, 3), np.int32), 1, constants)
+    memory = Memory(
+        GlobalMemory(), SharedMemory(1, 4, 1, by_byte=False, check_races=False), LocalMemory(WARP, 16)
+    )
+    machine = Machine(replace(program, instructions=()), threads, memory, RaceList(threads, {}))
+    return [problem for instruction in program.instructions if (problem := machine.problem(instruction))]
 
 
 def _constants(

@@ -50,6 +50,10 @@ _NEVER = Predicate(TRUE_PREDICATE, negate=True)
 _BUILDERS = {**INTEGER, **BITWISE, **FLOATING, **HALF, **MATRIX, **WARPWIDE}
 
 
+# What building an operation raises for operands or modifiers of an unknown form.
+_UNKNOWN = (Unsupported, EmulationError, ValueError, StopIteration, KeyError, AssertionError)
+
+
 class Machine:
     """A program and the threads that execute it.
 
@@ -66,22 +70,21 @@ class Machine:
         self._index = {instruction.address: instruction.index for instruction in program.instructions}
         self._operations: list[Operation | None] = []
         self._jumps: list[Callable[[Array | None, Array | None], int | None] | None] = []
+        self._races = races
         for instruction in program.instructions:
-            try:
-                self._add(instruction, races)
-            except (
-                Unsupported,
-                EmulationError,
-                ValueError,
-                StopIteration,
-                KeyError,
-                AssertionError,
-            ) as error:
-                raise EmulationError(
-                    f"{instruction.text} at {instruction.address:#x}: not known to the emulator: {error}"
-                ) from error
+            problem = self.problem(instruction)
+            if problem:
+                raise EmulationError(problem)
 
-    def _add(self, instruction: Instruction, races: RaceList) -> None:
+    def problem(self, instruction: Instruction) -> str:
+        """Add an instruction; returns why it cannot be executed, or nothing."""
+        try:
+            self._add(instruction)
+        except _UNKNOWN as error:
+            return f"{instruction.text} at {instruction.address:#x}: not known to the emulator: {error}"
+        return ""
+
+    def _add(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
         operation = jump = None
         if instruction.predicate == _NEVER or opcode in _NO_EFFECT:
@@ -89,7 +92,7 @@ class Machine:
         elif opcode in _BUILDERS:
             operation = _BUILDERS[opcode](instruction, self._operands)
         elif opcode in ACCESS:
-            operation = ACCESS[opcode](instruction, self._operands, self._memory, races)
+            operation = ACCESS[opcode](instruction, self._operands, self._memory, self._races)
         elif opcode in _JUMPS:
             jump = _JUMPS[opcode](self, instruction)
         else:
@@ -250,10 +253,10 @@ class Machine:
         register, base = instruction.operands
         assert isinstance(register, Register) and isinstance(base, Target)
         low = self._threads.registers[register.number]
-        start = self._program.instructions[base.index].address
         undefined = self._threads.undefined
 
         def jump(group: Array | None, mask: Array | None) -> int | None:
+            start = self._program.instructions[base.index].address
             leaving, members = self._everyone(mask), self._everyone(group)
             if undefined.anywhere[register.number]:
                 wrong = leaving & (undefined.bits[register.number] != 0)

@@ -9,9 +9,7 @@ import pytest
 
 from page4.experiments.sm70.assembly import Program, parse
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.emulator import Buffer, EmulationError, Race, Run, run
-from page4.experiments.sm70.toolchain import side_install
-from page4.kernels.errors import InputError
+from page4.experiments.sm70.emulator import Buffer, EmulationError, Race, Run, run, unknown_instructions
 
 from .small_kernels import JOBS, SHARED_BYTES, fixture, fixture_text, machine_code
 from .small_programs import Array
@@ -110,13 +108,18 @@ def test_an_input_that_nobody_wrote() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_fixtures_are_what_the_side_install_compiles(name: str) -> None:
-    try:
-        toolchain = side_install()
-    except InputError as reason:
-        pytest.skip(str(reason))
-    compiler = Compiler(toolchain)
-    try:
-        assert machine_code(compiler, name) == (fixture_text(name), SHARED_BYTES[name])
-    finally:
-        compiler.close()
+def test_fixtures_are_what_the_side_install_compiles(name: str, compiler: Compiler) -> None:
+    assert machine_code(compiler, name) == (fixture_text(name), SHARED_BYTES[name])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_instruction_is_known(name: str) -> None:
+    assert unknown_instructions(fixture(name)) == []
+
+
+def test_unknown_instructions_are_listed() -> None:
+    text = "DADD R2, R4, R6 ;\nNOP ;\n@P0 FADD.XYZ R1, R1, R1 ;\nBAR.ARV 0x1 ;"
+    found = unknown_instructions(parse(text))
+    assert [line.split(" at ")[0] for line in found] == [
+        "DADD R2, R4, R6", "@P0 FADD.XYZ R1, R1, R1", "BAR.ARV 0x1",
+    ]  # fmt: skip

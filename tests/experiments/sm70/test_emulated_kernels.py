@@ -14,8 +14,6 @@ import torch
 
 from page4.experiments.sm70.compiling import Compiler
 from page4.experiments.sm70.emulator import Run
-from page4.experiments.sm70.toolchain import side_install
-from page4.kernels.errors import InputError
 from tests.kernels import (
     test_block_select_triton as selection,
 )
@@ -39,17 +37,6 @@ if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU of this machine", allow_module_level=True)
 
 from .emulated_launch import emulated_launches
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
-    try:
-        toolchain = side_install()
-    except InputError as reason:
-        pytest.skip(str(reason))
-    compiler = Compiler(toolchain)
-    yield compiler
-    compiler.close()
 
 
 @pytest.fixture(autouse=True)
