@@ -1,7 +1,7 @@
 """The kernels for the tensor cores of compute capability 7.0, as machine code on the emulator.
 
-Their own tests in ``tests/kernels`` execute PTX. Here the same tests compile with the side install and execute
-what ``ptxas`` made of it, ``HMMA.884`` and all.
+Their own tests in ``tests/kernels`` execute PTX. Here the same tests compile with the side install and
+execute what ``ptxas`` made of it, ``HMMA.884`` and all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from page4.experiments.sm70.assembly import Program, parse
 from page4.experiments.sm70.compiling import Binary, Compiler, Job
 from page4.experiments.sm70.emulator import Argument, Buffer, Run, run
-from tests.kernels import test_index_scores_volta as scores, test_page4_attention_gluon as attention
+from tests.kernels import test_index_scores_volta as scores
+from tests.kernels import test_page4_attention_gluon as attention
 from tests.kernels.ptx_emulator import Pointer
 
 if torch.cuda.is_available():
