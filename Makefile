@@ -16,7 +16,7 @@ INPUTS := pyproject.toml setup.py $(wildcard constraints/*.txt)
 PARTS  := kernels kvcache model spec_decode experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help study test test-gpu lint notebooks clean
+.PHONY: help study test test-gpu lint sm70 notebooks clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make test-gpu    run the kernels' tests on a GPU, over every shape and format"
 	@echo "make lint        run ruff and mypy"
+	@echo "make sm70        compile the kernels for a V100 and others, and check their machine code; needs no GPU"
 	@echo "make notebooks   execute the notebooks"
 	@echo "make clean       remove the environments and caches; results/ stays"
 	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=FOLDER, ARGS=\"--quick\" (see the Makefile)"
@@ -31,7 +32,7 @@ help:
 study: $(VENV)/.installed
 	@$(BIN)/page4 acceptance $(if $(OUT),--out "$(OUT)") $(ARGS)
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test .sm70/.installed
 	@$(BIN)/pytest -n 2
 
 # Eight processes keep the CPU cores busy with compiling; the GPU waits for them.
@@ -47,11 +48,14 @@ lint: $(VENV)/.installed-lint
 	@mkdir -p .mypy/page4 && for part in $(PARTS); do ln -sfn ../../$$part .mypy/page4/$$part; done
 	$(BIN)/mypy $(PARTS:%=-p page4.%)
 
+sm70: $(VENV)/.installed .sm70/.installed
+	@$(BIN)/page4 sm70 check
+
 notebooks: $(VENV)/.installed-notebooks
 	@$(BIN)/python notebooks/execute.py
 
 clean:
-	rm -rf .venv .venv-* .mypy .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-* .sm70 .cache/sm70 .mypy .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(VENV)/.python: | constraints/$(STACK).txt
@@ -73,4 +77,11 @@ $(VENV)/.installed: $(VENV)/.python $(INPUTS)
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the $* packages into $(VENV)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints/$(STACK).txt -e ".[$*]"
+	@touch $@
+
+# Nothing but Triton is unpacked: its processes take all else from the environment.
+.sm70/.installed: constraints/sm70.txt | $(VENV)/.python
+	@echo "Unpacking Triton 3.6, which compiles for a V100, into .sm70 (about 200 MB, once)"
+	@rm -rf .sm70 && mkdir .sm70
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .sm70 -r $<
 	@touch $@

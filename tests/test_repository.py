@@ -44,7 +44,9 @@ def repository_files() -> list[Path]:
 def is_own_text(file: Path) -> bool:
     """Text written for this project: neither held-out prompts nor the checkpoint."""
     data = (ROOT / "experiments" / "prompts", ROOT / "model" / "checkpoint")
-    return file.suffix not in (".png", ".safetensors") and not any(file.is_relative_to(d) for d in data)
+    return file.suffix not in (".png", ".safetensors", ".gz") and not any(
+        file.is_relative_to(d) for d in data
+    )
 
 
 def test_no_file_names_a_path_of_one_machine_or_a_package_index() -> None:
@@ -79,13 +81,14 @@ def test_setup_finds_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(arguments["packages"]) == expected  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "DESIGN.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/v100.md"])
 def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    commands = {command.name for command in app.registered_commands}
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"`(?:\.venv/bin/)?page4 ([a-z]+)", text)) <= commands
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)) <= targets
+    commands = {command.name for command in (*app.registered_commands, *app.registered_groups)}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    assert set(re.findall(r"`(?:\.venv/bin/)?page4 ([a-z0-9]+)", text)) <= commands
+    assert set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / link).exists(), link
 

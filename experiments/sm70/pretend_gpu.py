@@ -78,9 +78,9 @@ class _OnDevice(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return self._device
-        if func == torch.Tensor.is_cuda.__get__:
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
         arguments = dict(kwargs or {})
         if "device" in arguments or func in _FACTORIES:

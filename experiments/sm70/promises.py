@@ -31,7 +31,9 @@ class Promise:
 
 
 PROMISES = {
-    "page4_attention_volta_kernel": Promise(loads=(4, 16), stores=(4, 8), tensor_cores=70),
+    # A lane's columns of the output lie apart: parts are stored 4 bytes at a time, finished rows and their
+    # gate are accessed 2 at a time.
+    "page4_attention_volta_kernel": Promise(loads=(2, 16), stores=(2, 4), tensor_cores=70),
     "page4_attention_ampere_kernel": Promise(loads=(4, 16), stores=(4, 16), tensor_cores=80),
     "page4_attention_hopper_kernel": Promise(loads=(4, 16), stores=(4, 8), tensor_cores=90),
     "page4_attention_kernel": Promise(loads=(4, 16), stores=(4, 16), tensor_cores=80),

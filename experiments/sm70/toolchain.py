@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,13 +66,19 @@ def side_install() -> Toolchain:
     """The unpacked Triton for sm_70, in the folder that ``PAGE4_SM70`` names or in ``.sm70`` of the checkout.
 
     Raises:
-        InputError: it is not there; the message says how to get it.
+        InputError: it is not there, or is for another Python; the message says how to get it.
     """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
-    if not (folder / f"triton-{VERSION}.dist-info").is_dir():
+    wheel = folder / f"triton-{VERSION}.dist-info" / "WHEEL"
+    if not wheel.is_file():
         raise InputError(
             f"Triton {VERSION}, which compiles for sm_70, is not in {folder}: run `make sm70`, or "
             f"`pip install --no-deps --target FOLDER triton=={VERSION}` and set {FOLDER_VARIABLE}=FOLDER"
+        )
+    tag = "cp{}{}".format(*sys.version_info)
+    if f"Tag: {tag}-" not in wheel.read_text(encoding="utf-8"):
+        raise InputError(
+            f"Triton {VERSION} in {folder} is not for this Python ({tag}): remove the folder first"
         )
     return Toolchain(folder.resolve(), VERSION)
 

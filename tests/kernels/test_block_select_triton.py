@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.block_plan import PackedPlan, RowGroups, pack_plan, plan_capacity
 from page4.kernels.block_select import select_blocks, union_plan
 from page4.kernels.block_select_triton import (
@@ -22,7 +23,6 @@ from page4.kernels.block_select_triton import (
 from page4.kernels.errors import InputError
 
 from .attention_cases import DEVICE
-from .compile_targets import CAPABILITIES, compile_for
 
 SENTINEL = -77
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.codecs import BYTE_FLOATS, decode_kv, encode_int8_rows, encode_kv
 from page4.kernels.codecs_triton import (
     BITS_UNIT,
@@ -22,7 +23,6 @@ from page4.kernels.codecs_triton import (
     int8_scale,
     magnitude_bits,
 )
-from tests.kernels.compile_targets import CAPABILITIES, compile_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES = [*BYTE_FLOATS, "int8"]

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.block_plan import RowGroups
 from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_kernel, index_scores_triton
 
 from .attention_cases import DEVICE
-from .compile_targets import CAPABILITIES, compile_for
 
 STALE = 10**9  # a page that no cache has
 

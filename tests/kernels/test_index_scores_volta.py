@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import Binary, compile_for
 from page4.kernels.block_plan import RowGroups
 from page4.kernels.index_scores_triton import default_scores_config, on_volta_tensor_cores
 from page4.kernels.index_scores_volta import index_scores_volta_kernel, scores_tiles, volta_can_score
-from tests.kernels.compile_targets import Compiled, compile_for
 from tests.kernels.ptx_emulator import Pointer, run_grid
 from tests.kernels.test_index_scores_triton import STALE, by_definition
 
 WARPS = 2
 
 
-def compiled(heads: int, dim: int, rows: int, tile_blocks: int, warps: int = WARPS) -> Compiled:
+def compiled(heads: int, dim: int, rows: int, tile_blocks: int, warps: int = WARPS) -> Binary:
     signature = {
         "p_queries": "*fp16", "stride_query_row": "i32:16", "stride_query_head": "i32:16",
         "p_pages": "*i32", "p_tables": "*i64", "stride_table": "i32", "p_positions": "*i64",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import Binary, compile_for
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.errors import InputError
 from page4.kernels.gluon_tiles import GLUON_FORMATS, decode_assembly, listed_turns
@@ -31,7 +32,6 @@ from page4.kernels.page4_attention_triton import padded_members
 from page4.kernels.page4_attention_volta import page4_attention_volta_kernel
 from page4.kernels.volta_tiles import decode_pairs_assembly
 from tests.kernels.attention_cases import DEVICE, STALE, Case, make_case
-from tests.kernels.compile_targets import Compiled, compile_for
 from tests.kernels.ptx_emulator import Pointer, run_grid
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -85,7 +85,7 @@ def smallest(splits: int) -> Any:
     )
 
 
-def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capability: int) -> Compiled:
+def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capability: int) -> Binary:
     volta = config.instruction == "mma884"
     pages = "*fp16" if inputs.kv_format == "fp16" and not volta else "*i32"
     signature = {
@@ -313,7 +313,7 @@ def test_rows_without_tokens_and_padding_groups(splits: int, dim: int, config: G
     torch.testing.assert_close(lse[others].double(), case.expected_lse[others], rtol=1e-5, atol=2e-5)
 
 
-def check_loads(kernel: Compiled) -> None:
+def check_loads(kernel: Binary) -> None:
     """K and V reach the matrix products without shuffles, and from global memory in wide loads."""
     assert "shfl.sync.idx" not in kernel.ptx
     assert "ld.global.b8" not in kernel.ptx and "ld.global.b16" not in kernel.ptx

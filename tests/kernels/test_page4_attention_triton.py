@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.block_plan import PackedPlan, pack_plan
 from page4.kernels.block_select import BlockPlan, select_blocks, union_plan
 from page4.kernels.errors import InputError
@@ -27,7 +28,6 @@ from page4.kernels.page4_attention_triton import (
     page4_attention_triton,
 )
 from tests.kernels.attention_cases import DEVICE, FORMATS, STALE, Case, assert_near, make_case
-from tests.kernels.compile_targets import CAPABILITIES, compile_for
 
 
 def run(case: Case, splits: int = 1, tile_tokens: int = 16, **changes: Any) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.errors import InputError
 from page4.kernels.product_check_triton import (
     SIZE,
@@ -14,7 +15,6 @@ from page4.kernels.product_check_triton import (
     product_kernel,
 )
 from tests.kernels.attention_cases import DEVICE
-from tests.kernels.compile_targets import CAPABILITIES, compile_for
 
 
 def test_this_machine_multiplies_correctly() -> None:

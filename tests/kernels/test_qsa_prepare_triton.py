@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
 from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.errors import InputError
 from page4.kernels.norm_rope import rotary_cos_sin
 from page4.kernels.qsa_prepare_triton import qsa_prepare_kernel, qsa_prepare_triton, rotary_table
 from page4.kernels.step_rows import StepRows
-from tests.kernels.compile_targets import CAPABILITIES, compile_for
 from tests.kernels.prepare_cases import (
     DEVICE,
     REQUESTS,
