@@ -46,7 +46,7 @@ def volta_members(width: int, kv_format: str, wide_turns: bool) -> int:
     """
     half = kv_format == "fp16"
     if width == 64:
-        return 24 if half or wide_turns else 32
+        return 24 if wide_turns else 32 if half else 48
     return 48 if half else 56 if wide_turns else 64
 
 
@@ -176,7 +176,10 @@ def default_gluon_config(inputs: AttentionInputs, multiprocessors: int) -> Gluon
 
 
 def default_volta_config(inputs: AttentionInputs, multiprocessors: int) -> GluonConfig:
-    """The same with ``mma884``: 4 warps, or 8 where a program's sums need the room."""
+    """The same with ``mma884``: 4 warps, or 8 where a program's sums need the room.
+
+    Two programs of 4 warps wait for barriers at different times, and load V in pieces twice as wide.
+    """
     dim, kv_format = inputs.head_dim, inputs.kv_format
     head_splits = _head_splits(inputs, volta_members(32, kv_format, dim == 64))
     members = inputs.rows_per_group * inputs.heads_per_kv // head_splits

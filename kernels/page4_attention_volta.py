@@ -250,6 +250,7 @@ def page4_attention_volta_kernel(
     BM: gl.constexpr = 8 * triton.next_power_of_2(TILES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     FRAGMENT: gl.constexpr = fragment_layout(WARPS)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 4], [max(1, 128 // D), min(32, D // 4)], [WARPS, 1], [1, 0])
     SCORES: gl.constexpr = scores_layout(WARPS)
     MEMBER: gl.constexpr = gl.SliceLayout(1, SCORES)
 
@@ -321,6 +322,8 @@ def page4_attention_volta_kernel(
             HQ, HKV, ROWS, HEADS, SPLITS,
         )  # fmt: skip
         b_out = gather_output(_scaled(outputs[tile * RUNS : (tile + 1) * RUNS], (1.0 / b_total,)))
+        if SPLITS == 1:  # FP16, and so is the gate: four lie together, not two
+            b_out = gl.convert_layout(b_out, OUT)
         write_out(
             b_out, m_live, first_row, rows, p_gate, stride_gate_row, stride_gate_head, p_out, v_factor,
             i_group, i_head, i_split, first_head, HQ, HKV, ROWS, HEADS, SPLITS, first + 8 * tile,

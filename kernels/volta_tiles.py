@@ -97,8 +97,8 @@ def _warps_layout(warps: int) -> gl.DistributedLinearLayout:
 @gluon.constexpr_function
 def _output_layout(runs: int, warps: int) -> gl.DistributedLinearLayout:
     """Registers of the output ``[8, 32 * runs * warps]`` as :func:`gather_output` finds it."""
-    registers = [[0, 4 * 2**bit] for bit in range(runs.bit_length() - 1)]
-    registers += [[0, 1], [2, 0], [0, 4 * runs]]
+    registers = [[0, 1]] + [[0, 4 * 2**bit] for bit in range(runs.bit_length() - 1)]
+    registers += [[2, 0], [0, 4 * runs]]
     lanes = [[1, 0], [0, 2], [0, 8 * runs], [0, 16 * runs], [4, 0]]
     in_warps = [[0, 32 * runs * 2**bit] for bit in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, in_warps, [], [8, 32 * runs * warps])

@@ -23,6 +23,7 @@ from page4.kernels.page4_attention_gluon import (
     GluonConfig,
     can_run,
     page4_attention_gluon,
+    volta_members,
     volta_registers,
 )
 from page4.kernels.page4_attention_hopper import page4_attention_hopper_kernel
@@ -368,6 +369,7 @@ def test_wgmma_compiles_without_spills_or_detours(
     [
         (6, 4, 256, mma884(4, 32, 4)),
         (6, 1, 256, mma884(4, 32, 4)),
+        (12, 4, 256, mma884(4, 32, 4)),
         (12, 4, 256, mma884(4, 64, 8)),
         (6, 8, 256, mma884(1, 64, 8)),
         (6, 4, 128, mma884(4, 32, 2)),
@@ -383,10 +385,15 @@ def test_mma884_compiles_without_spills_or_detours(
     inputs = make_case(
         kv_heads=1, group=group, rows=rows, rows_per_group=rows, dim=dim, kv_format=kv_format, length=16
     ).inputs
+    members = config.members(group, rows)
+    wide_turns = config.tile_tokens > 8 * config.num_warps
+    if members > volta_members(dim // config.num_warps, kv_format, wide_turns):
+        with pytest.raises(InputError, match="more warps or more head_splits"):
+            config.check(dim, group, rows, kv_format)
+        return
+    config.check(dim, group, rows, kv_format)
     kernel = compiled(inputs, config, False, 70)
     assert kernel.stack_bytes == 0
-    members = config.members(group, rows)
-    config.check(dim, group, rows, kv_format)
     assert kernel.registers <= volta_registers(config, dim, members, kv_format)
     # Each instruction of S has 16 numbers of a lane's token, each of O a step of 4 tokens and 32 dimensions.
     tiles, warps = -(-members // 8), config.num_warps
