@@ -44,12 +44,17 @@ def fused(a: Any, b: Any, c: Any, mode: str = "RN") -> Any:
     product = np.multiply(a, b, dtype=np.float64)  # exact: 48 bits
     if mode != "RN":
         return round_float(odd_sum(product, np.float64(c)), mode)
-    total = np.asarray(product + c)
+    total = np.atleast_1d(product + c)
     doubtful = total.view(np.int64) & _BELOW_FLOAT == _MIDDLE
     doubtful |= (np.abs(total) < _SMALLEST_NORMAL) & (total != 0)
     if doubtful.any():
-        total = odd_sum(product, np.asarray(c, np.float64))
+        where = np.flatnonzero(doubtful)
+        total[where] = odd_sum(_at(product, where), np.float64(_at(c, where)))
     return total.astype(np.float32)
+
+
+def _at(value: Any, where: Array) -> Any:
+    return value[where] if np.ndim(value) else value
 
 
 def round_float(value: Any, mode: str) -> Any:

@@ -95,3 +95,38 @@ def test_scores(
     row_counts: list[int], rows_per_group: int, heads: int, dim: int, tile_blocks: int, splits: int
 ) -> None:
     scores.test_scores_equal_the_definition(row_counts, rows_per_group, heads, dim, tile_blocks, splits)
+
+
+def test_missing_barriers_are_found(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first: what lies before it, every warp stores for itself.
+
+    The result stays right without any of them, as the emulator runs warps in step.
+    """
+    executed = attention.run_grid
+    races: list[bool] = []
+
+    def run_grid(
+        ptx: str, arguments: Sequence[Any], grid: tuple[int, int, int], threads: int, shared_bytes: int
+    ) -> None:
+        executed(ptx, arguments, grid, threads, shared_bytes)
+        passed = [Buffer(x.array, offset=x.byte_offset) if isinstance(x, Pointer) else x for x in arguments]
+        parts = code[ptx].split("BAR.SYNC 0x0")
+        for place in range(1, len(parts)):
+            broken = "NOP".join(["BAR.SYNC 0x0".join(parts[:place]), "BAR.SYNC 0x0".join(parts[place:])])
+            found = run(
+                parse(broken), grid=grid, warps=threads // 32, arguments=passed, shared_bytes=shared_bytes
+            )
+            races.append(bool(found.races))
+
+    code: dict[str, str] = {}
+    compiled = attention.compile_for
+
+    def compile_for(*given: Any, **options: Any) -> Binary:
+        binary = compiled(*given, **options)
+        code[binary.ptx] = compiler.toolchain.disassemble(binary.cubin)
+        return binary
+
+    monkeypatch.setattr(attention, "run_grid", run_grid)
+    monkeypatch.setattr(attention, "compile_for", compile_for)
+    attention.test_formats(attention.mma884(2, 32, 4), "e4m3", False)
+    assert len(races) >= 4 and all(races[1:])
