@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from page4.kernels.token_weights_triton import fixed_point, load_logits, relative_power
+from page4.kernels.token_weights_triton import load_logits, token_weights
 
 _NO_KEY = tl.constexpr(-(2**31))
 
@@ -59,7 +59,7 @@ def _tally(
         b_key = _eligible_keys(b_logit, maximum, scale, log2_min_p)
         m_counted = b_key >= least
         b_count += m_counted.to(tl.int32)
-        b_mass += tl.where(m_counted, fixed_point(relative_power(b_logit, maximum, scale)), 0)
+        b_mass += tl.where(m_counted, token_weights(b_logit, maximum, scale), 0)
         b_least = tl.minimum(b_least, tl.where(m_counted, b_key, 2**31 - 1))
     return tl.sum(b_count, axis=0), tl.sum(b_mass, axis=0), tl.min(b_least, axis=0)
 
@@ -175,7 +175,8 @@ def search_filters(
         # for roundings.
         share = (1.0 - top_p) * (total.to(tl.float32) * 0.5**40)
         if top_p < 1.0 - 0.5**18:
-            least_exponent = tl.log2(share / vocabulary) - 2.0
+            exponent = ((share / vocabulary).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2)
+            least_exponent = (exponent - 2).to(tl.float32)
     elif top_k > 0:
         least_key = _kth_tile(b_tile_max, top_k)
     listed = _list_tokens(
@@ -196,7 +197,7 @@ def search_filters(
         needed_all = mass
         if count > top_k:
             ties = top_k - count_above
-            weight = fixed_point(relative_power(_logit(key), maximum, scale))
+            weight = token_weights(_logit(key), maximum, scale)
             needed_all = mass_above + ties * weight
             last = _last_tie(
                 p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
@@ -211,7 +212,7 @@ def search_filters(
             p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
             needed, key, count, mass, True, CHUNK,
         )  # fmt: skip
-        weight = fixed_point(relative_power(_logit(key), maximum, scale))
+        weight = token_weights(_logit(key), maximum, scale)
         ties = ((needed - mass_above + weight - 1) // weight).to(tl.int32)
         kept = mass_above + ties * weight
         last = _last_tie(

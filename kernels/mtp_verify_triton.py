@@ -26,7 +26,6 @@ from page4.kernels.philox import Purpose
 from page4.kernels.sampling_params import SamplingParams
 from page4.kernels.token_weights import TILE
 from page4.kernels.token_weights_triton import (
-    TILES_PER_PROGRAM,
     check_on,
     draw_below,
     fixed_point,
@@ -38,12 +37,13 @@ from page4.kernels.token_weights_triton import (
     relative_power,
     row_maximum,
     tiles_in_row,
+    token_weights,
 )
 
 LISTED_TOKENS = 16384  # tokens of a row that a filter's search may list
 _SEARCH_CHUNK = 4096
 _ROW_WARPS = 16
-_DECIDE_WARPS = 8
+_DECIDE_TILES, _DECIDE_WARPS = 4, 8
 _ACCEPT, _RECOVER, _BONUS = (tl.constexpr(int(p)) for p in (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS))
 
 
@@ -240,7 +240,7 @@ def decide_kernel(
                 if excluded >= 0:
                     tile_max = tl.load(p_tile_max + i_row * tiles + excluded // TILE)
                     logit = tl.load(p_row + excluded).to(tl.float32)
-                    own = fixed_point(relative_power(logit, tile_max, scale))
+                    own = token_weights(logit, tile_max, scale)
                     if p_bits is not None:
                         word = tl.load(p_bits + excluded // 32)
                         own = tl.where(((word >> (excluded % 32).to(tl.int32)) & 1) != 0, own, 0)
@@ -394,7 +394,7 @@ def verify_triton(
         CHUNK=min(_SEARCH_CHUNK, triton.next_power_of_2(vocabulary)), DEPENDENT=dependent,
         num_warps=_ROW_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
-    decide_kernel[(requests, triton.cdiv(tiles, TILES_PER_PROGRAM))](
+    decide_kernel[(requests, triton.cdiv(tiles, _DECIDE_TILES))](
         logits, logits.stride(0), logits.stride(1), drafts, drafts.stride(0), positions,
         params.scale, params.top_k, params.top_p, params.log2_min_p, params.seed, allowed, *bit_strides,
         stored[0], *((0, 0) if stored[0] is None else stored[0].stride()[:2]), *stored[1:],
@@ -402,7 +402,7 @@ def verify_triton(
         w.tile_max, w.tile_sum, w.row_max, w.row_total, w.threshold, w.last, w.request_tiles, w.arrivals,
         accepted, emitted, emitted.stride(0), vocabulary, tiles,
         ROWS=rows, ROWS_PAD=triton.next_power_of_2(rows), TILE=TILE, TILES_PAD=next_tiles(vocabulary),
-        BT=TILES_PER_PROGRAM, DEPENDENT=dependent,
+        BT=_DECIDE_TILES, DEPENDENT=dependent,
         num_warps=_DECIDE_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     return accepted, emitted

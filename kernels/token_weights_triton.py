@@ -17,7 +17,7 @@ from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
 
-TILES_PER_PROGRAM = 4  # one warp sums up one tile
+_TILES_PER_PROGRAM, _WARPS = 1, 1  # a tile in a warp: no reduction leaves it
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 
 
@@ -33,19 +33,35 @@ def load_logits(p_row, p_bits, o_token, vocabulary):
 
 
 @triton.jit
-def relative_power(b_logit, maximum, scale):
-    """FP32 ``2^((logit - maximum) * scale)``, at least 2^-64."""
-    b_exponent = tl.where(b_logit > -float("inf"), (b_logit - maximum) * scale, -64.0)
-    b_exponent = tl.maximum(b_exponent, -64.0)
+def _power_of_two(b_logit, maximum, scale, ONE: tl.constexpr):
+    """FP32 ``ONE * 2^((logit - maximum) * scale)``, ``ONE`` a power of two, the exponent at least -64.
+
+    With ``ONE`` in the coefficients every rounding stays what it is. Where ``maximum`` is not finite, the
+    result means nothing.
+    """
+    b_exponent = tl.maximum((b_logit - maximum) * scale, -64.0)
     b_shifted = b_exponent + 12582912.0
     b_f = b_exponent - (b_shifted - 12582912.0)
-    b_power = b_f * _C5 + _C4
-    b_power = b_power * b_f + _C3
-    b_power = b_power * b_f + _C2
-    b_power = b_power * b_f + _C1
-    b_power = b_power * b_f + 1.0
-    b_whole = b_shifted.to(tl.int32, bitcast=True) - 0x4B400000
-    return (b_power.to(tl.int32, bitcast=True) + (b_whole << 23)).to(tl.float32, bitcast=True)
+    b_power = b_f * (_C5 * ONE) + _C4 * ONE
+    b_power = b_power * b_f + _C3 * ONE
+    b_power = b_power * b_f + _C2 * ONE
+    b_power = b_power * b_f + _C1 * ONE
+    b_power = b_power * b_f + ONE
+    # The lowest bits of the shifted exponent are its integer; the others leave the word.
+    b_bits = b_power.to(tl.int32, bitcast=True) + (b_shifted.to(tl.int32, bitcast=True) << 23)
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def relative_power(b_logit, maximum, scale):
+    """FP32 ``2^((logit - maximum) * scale)``, at least 2^-64."""
+    return _power_of_two(b_logit, maximum, scale, 1.0)
+
+
+@triton.jit
+def token_weights(b_logit, maximum, scale):
+    """int64 weights: ``floor(2^40 * relative_power)``."""
+    return _power_of_two(b_logit, maximum, scale, 1099511627776.0).to(tl.int64)
 
 
 @triton.jit
@@ -87,7 +103,8 @@ def row_maximum(b_tile_max):
 def tiles_in_row(b_own, b_tile_max, maximum, scale):
     """int64 sums of tiles relative to the row's maximum, from those relative to the tiles' own."""
     b_factor = relative_power(b_tile_max, maximum, scale)
-    return (b_own.to(tl.float64) * b_factor.to(tl.float64)).to(tl.int64)
+    b_tiles = (b_own.to(tl.float64) * b_factor.to(tl.float64)).to(tl.int64)
+    return tl.where(b_tile_max > -float("inf"), b_tiles, 0)
 
 
 @triton.jit
@@ -116,16 +133,16 @@ def tile_sums_kernel(
         p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
     b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
     b_max = tl.max(b_logit, axis=1)  # [BT]
-    b_nan = tl.max((b_logit != b_logit).to(tl.int32), axis=1)
+    b_magnitude = tl.max(b_logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     if scale == 0.0:
         b_sum = tl.min(tl.where(b_logit == b_max[:, None], o_token, 2**31 - 1), axis=1).to(tl.int64)
     else:
-        b_sum = tl.sum(fixed_point(relative_power(b_logit, b_max[:, None], scale)), axis=1)
+        b_sum = tl.sum(token_weights(b_logit, b_max[:, None], scale), axis=1)
         if p_store is not None:
             p_copy = p_store + i_request * stride_store + o_token
             tl.store(p_copy, b_logit.to(p_store.dtype.element_ty), mask=o_token < vocabulary)
     o_out = i_row * tiles + o_tile
-    tl.store(p_tile_max + o_out, tl.where(b_nan != 0, float("nan"), b_max), mask=o_tile < tiles)
+    tl.store(p_tile_max + o_out, tl.where(b_magnitude > 0x7F800000, float("nan"), b_max), mask=o_tile < tiles)
     tl.store(p_tile_sum + o_out, b_sum, mask=o_tile < tiles)
 
 
@@ -142,12 +159,12 @@ def launch_tile_sums(
     requests, rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
     dependent = launches_dependents(logits.device)
-    tile_sums_kernel[(requests * rows, triton.cdiv(tiles, TILES_PER_PROGRAM))](
+    tile_sums_kernel[(requests * rows, triton.cdiv(tiles, _TILES_PER_PROGRAM))](
         logits, logits.stride(0), logits.stride(1), positions, scale,
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
         store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles,
-        ROWS=rows, TILE=TILE, BT=TILES_PER_PROGRAM, DEPENDENT=dependent,
-        num_warps=TILES_PER_PROGRAM, enable_fp_fusion=False, launch_pdl=dependent,
+        ROWS=rows, TILE=TILE, BT=_TILES_PER_PROGRAM, DEPENDENT=dependent,
+        num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 
 
