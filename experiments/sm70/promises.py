@@ -9,6 +9,8 @@ from typing import Any
 from page4.kernels.errors import InputError
 from page4.kernels.gluon_tiles import decode_assembly
 
+GIVEN = "given"
+
 # Shared memory that a program may ask for, by compute capability.
 SHARED_BYTES = {70: 96 * 1024, 80: 163 * 1024, 90: 227 * 1024}
 
@@ -31,9 +33,7 @@ class Promise:
 
 
 PROMISES = {
-    # A lane's columns of the output lie apart: parts are stored 4 bytes at a time, finished rows and their
-    # gate are accessed 2 at a time.
-    "page4_attention_volta_kernel": Promise(loads=(2, 16), stores=(2, 4), tensor_cores=70),
+    "page4_attention_volta_kernel": Promise(loads=(4, 16), stores=(4, 8), tensor_cores=70),
     "page4_attention_ampere_kernel": Promise(loads=(4, 16), stores=(4, 16), tensor_cores=80),
     "page4_attention_hopper_kernel": Promise(loads=(4, 16), stores=(4, 8), tensor_cores=90),
     "page4_attention_kernel": Promise(loads=(4, 16), stores=(4, 16), tensor_cores=80),
@@ -46,6 +46,11 @@ PROMISES = {
     "plan_kernel": Promise(loads=(4, 4), stores=(4, 4)),
     # One row of 64 numbers is 2 a lane: 4 bytes in 16 bits, 2 in a byte format.
     "qsa_prepare_kernel": Promise(loads=(4, 8), stores=(2, 8)),
+    "tile_sums_kernel": Promise(loads=(4, 16), stores=(4, 8)),
+    "gather_rows_kernel": Promise(loads=(4, 16), stores=(4, 8)),
+    # The logit of one draft is 2 bytes.
+    "decide_kernel": Promise(loads=(2, 16), stores=(4, 8)),
+    "choose_draft_kernel": Promise(loads=(4, 16), stores=(4, 8)),
     "product_kernel": Promise(loads=(16, 16), stores=(16, 16), tensor_cores=80),
 }
 
@@ -68,8 +73,8 @@ class Known:
     Attributes:
         kind: of the problem, as in :class:`~page4.experiments.sm70.check.Problem`.
         kernel, capability: whose code.
-        where: values that the kernel's constants have where the promise is broken. All launches with them
-            break it; one that does not is reported.
+        where: values that the kernel's constants have where the promise is broken; a run-time argument has
+            the value ``given``. All launches with them break it; one that does not is reported.
         reason: why it is so, and why it stays.
     """
 
@@ -82,7 +87,7 @@ class Known:
     def covers(self, kernel: str, capability: int, constants: Mapping[str, Any]) -> bool:
         """Whether launches with these constants are known to break the promise."""
         return (kernel, capability) == (self.kernel, self.capability) and all(
-            constants[name] in values for name, values in self.where.items()
+            constants.get(name, GIVEN) in values for name, values in self.where.items()
         )
 
 
@@ -111,4 +116,8 @@ KNOWN = (
     Known("spills", _HOPPER, 90, _THREE_PROGRAMS, {"D": (256,), "BM": (32,), "SPLITS": (1,)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "ROWS": (6, 7, 8)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "DECODE": (None,)}),
+    Known(
+        "spills", "gather_rows_kernel", 90, "allowed tokens beside a chunk of logits; 32 bytes a thread",
+        {"p_allowed": (GIVEN,)},
+    ),
 )  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from page4 import kernels
 from page4.experiments.autotune.shipped import shipped_files
 from page4.experiments.sm70.compiling import CAPABILITIES
 from page4.experiments.sm70.kernel_list import KernelCase, kernel_cases
@@ -18,7 +21,7 @@ from page4.kernels.errors import InputError
 CASES = {capability: kernel_cases(capability) for capability in CAPABILITIES}
 EVERYWHERE = {
     "page4_attention_kernel", "merge_kernel", "select_kernel", "plan_kernel", "qsa_prepare_kernel",
-    "product_kernel",
+    "product_kernel", "tile_sums_kernel", "gather_rows_kernel", "decide_kernel", "choose_draft_kernel",
 }  # fmt: skip
 SOME = {
     70: {"page4_attention_volta_kernel", "index_scores_volta_kernel"},
@@ -34,6 +37,19 @@ def attention(capability: int) -> list[KernelCase]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_are_those_that_run_on_the_gpu(capability: int) -> None:
     assert {case.kernel for case in CASES[capability]} == EVERYWHERE | SOME[capability]
+
+
+def test_no_kernel_is_forgotten() -> None:
+    """A kernel is a jitted function whose name ends so; what is missing needs a call in kernel_list.py."""
+    folder = Path(kernels.__path__[0])
+    modules = [importlib.import_module(f"page4.kernels.{file.stem}") for file in folder.glob("*.py")]
+    defined = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    assert defined == {case.kernel for cases in CASES.values() for case in cases}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
