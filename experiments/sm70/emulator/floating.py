@@ -21,7 +21,7 @@ from .operation import Builder, Mask, Operation, allow, one_result, result_place
 from .rounding import canonical, fused, odd_sum, round_float
 
 _ROUNDINGS = ("RN", "RZ", "RM", "RP")
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal, "EQ": np.equal,
     "NE": lambda a, b: (a < b) | (a > b),
     "NUM": lambda a, b: (a == a) & (b == b),
@@ -31,7 +31,8 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _rounding(instruction: Instruction) -> str:
+def rounding_of(instruction: Instruction) -> str:
+    """RN, RZ, RM or RP."""
     return next((mode for mode in _ROUNDINGS if mode in instruction.modifiers), "RN")
 
 
@@ -50,7 +51,7 @@ def fadd(instruction: Instruction, operands: Operands) -> Operation:
     allow(instruction, "FTZ", "SAT", *_ROUNDINGS)
     sources = instruction.operands[1:3]
     a, b = (operands.floats(operand, flush="FTZ" in instruction.modifiers) for operand in sources)
-    mode = _rounding(instruction)
+    mode = rounding_of(instruction)
     if mode == "RN":
         return one_result(instruction, operands, sources, lambda: _finish(instruction, a() + b()))
 
@@ -66,7 +67,7 @@ def fmul(instruction: Instruction, operands: Operands) -> Operation:
     allow(instruction, "FTZ", "SAT", *_ROUNDINGS)
     sources = instruction.operands[1:3]
     a, b = (operands.floats(operand, flush="FTZ" in instruction.modifiers) for operand in sources)
-    mode = _rounding(instruction)
+    mode = rounding_of(instruction)
     if mode == "RN":
         return one_result(instruction, operands, sources, lambda: _finish(instruction, a() * b()))
 
@@ -82,7 +83,7 @@ def ffma(instruction: Instruction, operands: Operands) -> Operation:
     allow(instruction, "FTZ", "SAT", *_ROUNDINGS)
     sources = instruction.operands[1:4]
     a, b, c = (operands.floats(operand, flush="FTZ" in instruction.modifiers) for operand in sources)
-    mode = _rounding(instruction)
+    mode = rounding_of(instruction)
     return one_result(
         instruction, operands, sources, lambda: _finish(instruction, fused(a(), b(), c(), mode))
     )
@@ -120,10 +121,10 @@ def _order(value: Any) -> Any:
 
 def fsetp(instruction: Instruction, operands: Operands) -> Operation:
     """``P = (a compare b) combine c`` and ``Q = not (a compare b) combine c``."""
-    allow(instruction, *_COMPARE, *COMBINE, "FTZ")
+    allow(instruction, *COMPARE, *COMBINE, "FTZ")
     first, second, *sources = instruction.operands
     a, b = (operands.floats(o, flush="FTZ" in instruction.modifiers) for o in sources[:2])
-    compare = _COMPARE[instruction.modifiers[0]]
+    compare = COMPARE[instruction.modifiers[0]]
     combine = COMBINE[next(name for name in COMBINE if name in instruction.modifiers)]
     combined = operands.predicate(sources[2])
     write, write_other = operands.to_predicate(first), operands.to_predicate(second)
@@ -187,7 +188,7 @@ def i2f(instruction: Instruction, operands: Operands) -> Operation:
     allow(instruction, "U32", "S32", "RP", *_ROUNDINGS)
     operand = instruction.operands[1]
     value = operands.bits(operand) if "U32" in instruction.modifiers else operands.signed(operand)
-    mode = _rounding(instruction)
+    mode = rounding_of(instruction)
     return one_result(
         instruction, operands, (operand,), lambda: round_float(np.asarray(value().astype(np.float64)), mode)
     )
@@ -198,14 +199,15 @@ _TO_WHOLE: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def _whole(instruction: Instruction) -> Callable[[Any], Any]:
+def whole_number(instruction: Instruction) -> Callable[[Any], Any]:
+    """How an instruction makes numbers whole."""
     return _TO_WHOLE[next((name for name in _TO_WHOLE if name in instruction.modifiers), "ROUND")]
 
 
 def f2i(instruction: Instruction, operands: Operands) -> Operation:
     """float32 as an integer, saturated; NaN becomes 0 or, as S32, 0x80000000."""
     allow(instruction, "U32", "S32", "NTZ", "FTZ", *_TO_WHOLE)
-    unsigned, whole = "U32" in instruction.modifiers, _whole(instruction)
+    unsigned, whole = "U32" in instruction.modifiers, whole_number(instruction)
     value = operands.floats(instruction.operands[1], flush="FTZ" in instruction.modifiers)
     low, high = (0, 2**32 - 1) if unsigned else (-(2**31), 2**31 - 1)
 
@@ -220,7 +222,7 @@ def f2i(instruction: Instruction, operands: Operands) -> Operation:
 def frnd(instruction: Instruction, operands: Operands) -> Operation:
     """float32 rounded to a whole number."""
     allow(instruction, "FTZ", *_TO_WHOLE)
-    whole = _whole(instruction)
+    whole = whole_number(instruction)
     value = operands.floats(instruction.operands[1], flush="FTZ" in instruction.modifiers)
     return one_result(instruction, operands, instruction.operands[1:2], lambda: canonical(whole(value())))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from page4.experiments.sm70.assembly import Constant, Immediate, Instruction, Operand, Predicate, Register
 
-from .floating import _COMPARE
+from .floating import COMPARE
 from .integer import COMBINE
 from .operands import Array, Operands, Reader, places
 from .operation import Builder, Mask, Operation, Unsupported, allow, one_result, result_places
@@ -135,12 +135,12 @@ def hfma2(instruction: Instruction, operands: Operands) -> Operation:
 
 def hsetp2(instruction: Instruction, operands: Operands) -> Operation:
     """Compares both halves: one predicate each, combined with a third one."""
-    allow(instruction, *_COMPARE, *COMBINE)
+    allow(instruction, *COMPARE, *COMBINE)
     first, second, *sources = instruction.operands
     a, b = _readers(operands, tuple(sources))
     chooser = next(operand for operand in sources if isinstance(operand, Predicate))
     combined = operands.predicate(chooser)
-    compare = _COMPARE[instruction.modifiers[0]]
+    compare = COMPARE[instruction.modifiers[0]]
     combine = COMBINE[next(name for name in COMBINE if name in instruction.modifiers)]
     writes = [operands.to_predicate(first), operands.to_predicate(second)]
 

@@ -22,6 +22,7 @@ from .access import ACCESS
 from .bitwise import BITWISE
 from .control import Control, Jump
 from .convergence import Convergence
+from .double import DOUBLE, with_64_bits
 from .errors import EmulationError
 from .floating import FLOATING
 from .half import HALF
@@ -41,7 +42,7 @@ Array = NDArray[Any]
 # Threads execute in step and see each other's stores at once, so these change nothing.
 _NO_EFFECT = ("NOP", "DEPBAR", "MEMBAR", "ERRBAR", "CCTL", "YIELD", "NANOSLEEP")
 _NEVER = Predicate(TRUE_PREDICATE, negate=True)
-_BUILDERS = {**INTEGER, **BITWISE, **FLOATING, **HALF, **MATRIX, **WARPWIDE}
+_BUILDERS = {**INTEGER, **BITWISE, **FLOATING, **DOUBLE, **HALF, **MATRIX, **WARPWIDE}
 
 
 # What building an operation raises for operands or modifiers of an unknown form.
@@ -84,7 +85,8 @@ class Machine:
         if instruction.predicate == _NEVER or opcode in _NO_EFFECT:
             operation = Operation(lambda mask: None)
         elif opcode in _BUILDERS:
-            operation = _BUILDERS[opcode](instruction, self._operands)
+            build = with_64_bits(instruction) or _BUILDERS[opcode]
+            operation = build(instruction, self._operands)
         elif opcode in ACCESS:
             operation = ACCESS[opcode](instruction, self._operands, self._memory, self._races)
         else:

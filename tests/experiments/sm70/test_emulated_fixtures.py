@@ -118,8 +118,8 @@ def test_every_instruction_is_known(name: str) -> None:
 
 
 def test_unknown_instructions_are_listed() -> None:
-    text = "DADD R2, R4, R6 ;\nNOP ;\n@P0 FADD.XYZ R1, R1, R1 ;\nBAR.ARV 0x1 ;"
+    text = "DMMA R2, R4, R6 ;\nNOP ;\n@P0 FADD.XYZ R1, R1, R1 ;\nBAR.ARV 0x1 ;"
     found = unknown_instructions(parse(text))
     assert [line.split(" at ")[0] for line in found] == [
-        "DADD R2, R4, R6", "@P0 FADD.XYZ R1, R1, R1", "BAR.ARV 0x1",
+        "DMMA R2, R4, R6", "@P0 FADD.XYZ R1, R1, R1", "BAR.ARV 0x1",
     ]  # fmt: skip

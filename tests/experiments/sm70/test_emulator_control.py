@@ -168,7 +168,7 @@ def test_votes_and_lane_masks() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("DADD R2, R4, R6\nEXIT", r"DADD R2, R4, R6 at 0x0: not known to the emulator: opcode"),
+        ("DMMA R2, R4, R6\nEXIT", r"DMMA R2, R4, R6 at 0x0: not known to the emulator: opcode"),
         ("FADD.XYZ R2, R4, R6\nEXIT", r"not known to the emulator: modifiers \['XYZ'\]"),
         ("S2R R2, SR_CLOCKLO\nEXIT", "special register SR_CLOCKLO"),
         ("MOV R2, c[0x0][0x170]\nEXIT", r"c\[0x0\]\[0x170\] lies behind the arguments, which end at 0x170"),
