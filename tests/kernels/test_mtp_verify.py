@@ -223,9 +223,10 @@ def test_noise_shared_with_the_draft_is_noticed(shared: Purpose, monkeypatch: py
 def test_tokens_that_are_not_allowed_never_appear(draft_temperature: float) -> None:
     draws = 20_000
     target, _ = rows_of(2, vocabulary=40)
-    draft = 3 * target[:2]
-    draft[0, 33] = draft[1, 32] = 12.0  # tokens that are allowed
     tokens = [[1, 5, 33, 39], [0, 32], [7]]
+    draft = target[:2].clone()
+    for row in (0, 1):  # the draft prefers an allowed token, but proposes others, too
+        draft[row, max(tokens[row], key=target[row].tolist().__getitem__)] = 1.0 + draft[row].max()
     allowed = torch.zeros(1, 3, 2, dtype=torch.int64)
     for row, some in enumerate(tokens):
         for token in some:
