@@ -22,7 +22,7 @@ from page4.experiments.sm70.emulator import Argument, Buffer, Run, run
 
 _TYPES = {
     torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int8: "i8", torch.int32: "i32",
-    torch.int64: "i64", torch.bool: "i1",
+    torch.int64: "i64", torch.bool: "i1", torch.bfloat16: "bf16",
 }  # fmt: skip
 _OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 
