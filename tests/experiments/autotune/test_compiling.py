@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from tests.experiments.autotune.cpu_machine import CPU, NEEDS_CPU, small_step
 
 KERNEL = "page4_attention_triton"
 CONFIG = AttentionConfig(splits=2, tile_tokens=16, num_warps=4, num_stages=1)
+
+
+@pytest.fixture(autouse=True)
+def other_processes_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of this file are sent to them by name; pytest itself needs no path to import it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).resolve().parents[3])])
 
 
 def outline(**changes: object) -> Outline:
