@@ -15,21 +15,20 @@ def checked_backend(
 ) -> Backend:
     """The backend called ``name``, if it runs a model of this configuration and dtype on this type of device.
 
-    None is ``triton`` on CUDA if its kernels can run the model, and ``reference`` otherwise.
+    None is ``triton`` on CUDA if its kernels take the model's sizes, and ``reference`` otherwise. A GPU on
+    which they cannot run, or multiply wrongly, is an error all the same.
 
     Raises:
         InputError: no such backend, or it cannot run on the device, or has no kernels for the model's sizes.
     """
-    if name is None:
-        if device_type != "cuda":
-            return "reference"
-        try:
-            return checked_backend("triton", config, dtype, device_type)
-        except InputError:
-            return "reference"
-    backend = resolve_backend(name, device_type)
+    backend = resolve_backend(name or ("triton" if device_type == "cuda" else "reference"), device_type)
     if backend == "triton":
-        _check_triton(config, dtype)
+        try:
+            _check_triton(config, dtype)
+        except InputError:
+            if name is not None:
+                raise
+            return "reference"
     return backend
 
 

@@ -14,6 +14,7 @@ from page4.kernels.backend import resolve_backend
 from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, ScalePair
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
+from page4.model.backend import checked_backend
 from tests.kvcache.scenario import qsa_caches
 from tests.oracle.tiny import tiny_dict, tiny_model
 
@@ -108,6 +109,13 @@ def test_a_checkpoint_without_kernels_is_refused_before_its_weights_are_read(tmp
 def test_a_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(InputError, match=r"dtype torch.float16 or torch.float32, the model has torch.bfloat"):
         tiny_model().to(DEVICE, torch.bfloat16).use_backend("triton")
+
+
+def test_without_a_choice_the_kernels_run_what_they_are_made_for() -> None:
+    config, half = tiny_model().config, torch.float16
+    assert checked_backend(None, config, half, "cuda") == "triton"
+    assert checked_backend(None, config, torch.bfloat16, "cuda") == "reference"
+    assert checked_backend(None, config, half, "cpu") == "reference"
 
 
 def test_an_unknown_backend_is_refused() -> None:
