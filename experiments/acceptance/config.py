@@ -102,7 +102,7 @@ class AcceptanceConfig:
 
     QUICK: ClassVar[dict[str, Any]] = {
         "lengths": (512, 1024),
-        "rounds_per_prompt": 8,
+        "rounds_per_prompt": 6,
         "generation_prompts": 1,
         "generation_tokens": 32,
         "check_prompts": 1,
