@@ -49,9 +49,10 @@ def attention_state() -> dict[str, Any]:
     """Which attention kernel `backend=triton` runs here for FP16 queries and e4m3, and who configures it.
 
     `implementation` is None where none can run, and `why` says why. `file` is the shipped file of tuned
-    configurations, with `entries` of them; None where the kernel decides by rule.
+    configurations, with `entries` of them, of which `predicted` were never measured; None where the kernel
+    decides by rule.
     """
-    state: dict[str, Any] = {"implementation": None, "why": "", "file": None, "entries": 0}
+    state: dict[str, Any] = {"implementation": None, "why": "", "file": None, "entries": 0, "predicted": 0}
     try:
         from page4.kernels import page4_attention_dispatch as dispatch
         from page4.kernels import tuning
@@ -70,7 +71,8 @@ def attention_state() -> dict[str, Any]:
     path = tuning_path(kernel, tuning.device_name(device), tuning.triton_version())
     if (tuning.SHIPPED_FOLDER / path).is_file():
         file = read_tuning_file(tuning.SHIPPED_FOLDER / path, get_tunable(kernel))
-        state |= {"file": path.as_posix(), "entries": len(file.entries)}
+        predicted = sum(entry.predicted for entry in file.entries.values())
+        state |= {"file": path.as_posix(), "entries": len(file.entries), "predicted": predicted}
     return state
 
 
@@ -90,6 +92,8 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     attention = record["attention"]
     lines.append(("attention kernel", f"{attention['implementation'] or 'none'}: {attention['why']}"))
     tuned = f"{attention['entries']} tuned ones in {attention['file']}"
+    if attention["predicted"]:
+        tuned += f", {attention['predicted']} of them predicted, not measured"
     lines.append(("configurations", tuned if attention["file"] else "by rule, none tuned for this machine"))
     scales = record["kv_scale_bytes"]
     formats = (

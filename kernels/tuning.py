@@ -17,9 +17,11 @@ import triton
 
 from page4.kernels.errors import InputError
 from page4.kernels.tunable import TUNABLE, get_tunable
-from page4.kernels.tuning_file import Entry, TuningFile, read_tuning_file, tuning_path
+from page4.kernels.tuning_file import Entry, TuningFile, gpu_family, read_tuning_file, tuning_path
 
-Origin = Literal["exact", "bucket", "default"]
+Origin = Literal["exact", "bucket", "predicted exact", "predicted bucket", "default"]
+
+"""How a configuration was found: recorded for the key, for one near it, or decided by the kernel's rule."""
 
 ResultT = TypeVar("ResultT")
 
@@ -30,7 +32,9 @@ SHIPPED_FOLDER = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class Match:
-    """A recorded configuration and how it was found: for the key itself, or for the nearest one."""
+    """A recorded configuration and how it was found: for the key itself, or for the nearest one; ``predicted``
+    where no GPU ever measured it.
+    """
 
     config: Any
     origin: Origin
@@ -71,9 +75,12 @@ class Configurations:
         if file is None:
             return None
         if key in file.entries:
-            return Match(file.entries[key].config, "exact")
-        entry = nearest(file, key)
-        return None if entry is None else Match(entry.config, "bucket")
+            entry = file.entries[key]
+            return Match(entry.config, "predicted exact" if entry.predicted else "exact")
+        near = nearest(file, key)
+        if near is None:
+            return None
+        return Match(near.config, "predicted bucket" if near.predicted else "bucket")
 
     def resolve(self, kernel: str, key: Any, device: torch.device, default: Any, tuned: bool = True) -> Match:
         """What is recorded for a key, else the default; notes that the kernel runs with it.
@@ -194,8 +201,8 @@ def configuration_digests(source: Path | str, device: torch.device) -> dict[str,
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or ``cpu`` for the interpreter."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """The GPU that configurations are recorded for, or ``cpu`` for the interpreter."""
+    return gpu_family(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
 
 
 @functools.cache

@@ -24,29 +24,47 @@ _ENTRY_FIELDS = {
     "config": dict,
     "median_us": float,
     "default_us": float,
-    "measured": str,
     "conditions": dict,
 }
+_DAYS = ("measured", "predicted")  # an entry has one of them, a day
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The configuration that was fastest for a key.
+    """The configuration that was fastest for a key, or was predicted to be among the fastest.
 
     Attributes:
         key: of the kernel's key class.
         config: of the kernel's configuration class.
         median_us, default_us: time of a call in microseconds, with this and with the default configuration.
-        measured: the day, ``YYYY-MM-DD``.
-        conditions: what else the measured inputs were like (context, overlap); for readers only.
+        day: of the measurement or prediction, ``YYYY-MM-DD``.
+        conditions: what else the inputs were like (context, overlap); for readers only.
+        predicted: whether no GPU ever measured the times.
     """
 
     key: Any
     config: Any
     median_us: float
     default_us: float
-    measured: str
+    day: str
     conditions: Mapping[str, int | float | str]
+    predicted: bool = False
+
+    @property
+    def basis(self) -> str:
+        """What the entry rests on: ``measured`` or ``predicted``."""
+        return _DAYS[self.predicted]
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry in the file, which names its day after what the entry rests on."""
+        return {
+            "key": dataclasses.asdict(self.key),
+            "config": dataclasses.asdict(self.config),
+            "median_us": self.median_us,
+            "default_us": self.default_us,
+            self.basis: self.day,
+            "conditions": dict(self.conditions),
+        }
 
 
 @dataclass(frozen=True)
@@ -55,7 +73,7 @@ class TuningFile:
 
     Attributes:
         kernel: whose configurations they are.
-        gpu: the GPU's name, as the driver gives it.
+        gpu: the GPU, see :func:`gpu_family`.
         triton: ``major.minor`` of the Triton that compiled them.
         entries: by key.
         sha256: of the file's bytes; empty for one that was not read from a file.
@@ -70,7 +88,7 @@ class TuningFile:
     def text(self) -> str:
         """The file's text: JSON with an entry a line, in the order of the keys."""
         keys = sorted(self.entries, key=dataclasses.astuple)
-        lines = [json.dumps(dataclasses.asdict(self.entries[key]), allow_nan=False) for key in keys]
+        lines = [json.dumps(self.entries[key].to_json(), allow_nan=False) for key in keys]
         values = {
             "format": FORMAT_VERSION,
             "kernel": self.kernel.name,
@@ -82,8 +100,23 @@ class TuningFile:
         return f'{head},\n  "entries": [\n{body}\n  ]\n}}\n' if lines else f'{head},\n  "entries": []\n}}\n'
 
     def merged(self, entries: Mapping[Any, Entry]) -> TuningFile:
-        """The same file with entries added; those of equal keys are replaced."""
-        return dataclasses.replace(self, entries={**self.entries, **entries}, sha256="")
+        """The same file with entries added; those of equal keys are replaced, but none that was measured by
+        one that was predicted.
+        """
+        kept = {
+            key: entry
+            for key, entry in entries.items()
+            if not entry.predicted or key not in self.entries or self.entries[key].predicted
+        }
+        return dataclasses.replace(self, entries={**self.entries, **kept}, sha256="")
+
+
+def gpu_family(name: str) -> str:
+    """What configurations are recorded for: the name that the driver gives, but one for every V100.
+
+    V100s (16 and 32 GB, SXM2 and PCIe) have the same multiprocessors and differ in clocks by a few percent.
+    """
+    return "V100" if re.search(r"\bV100", name) else name
 
 
 def gpu_slug(name: str) -> str:
@@ -129,7 +162,7 @@ def _parse(value: Any, file: Path, kernel: TunableKernel, sha256: str) -> Tuning
     for number, item in enumerate(head["entries"]):
         where = f"entries[{number}]"
         try:
-            entry = _entry(_typed(item, _ENTRY_FIELDS, "the entry"), kernel)
+            entry = _entry(_typed(item, _entry_fields(item), "the entry"), kernel)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         if entry.key in entries:
@@ -142,17 +175,33 @@ def _entry(item: dict[str, Any], kernel: TunableKernel) -> Entry:
     key = kernel.key(**_typed(item["key"], field_types(kernel.key), "the key"))
     config = kernel.config(**_typed(item["config"], field_types(kernel.config), "the configuration"))
     kernel.check(key, config)
+    (basis,) = set(item) - set(_ENTRY_FIELDS)
     for name in ("median_us", "default_us"):
         if not (math.isfinite(item[name]) and item[name] > 0):
             raise InputError(f"{name} must be a positive number, got {item[name]}")
     try:
-        date.fromisoformat(item["measured"])
+        date.fromisoformat(item[basis])
     except ValueError as error:
-        raise InputError(f"measured must be a day, YYYY-MM-DD, got {item['measured']!r}") from error
+        raise InputError(f"{basis} must be a day, YYYY-MM-DD, got {item[basis]!r}") from error
     for name, value in item["conditions"].items():
         if not isinstance(value, (int, float, str)) or isinstance(value, bool):
             raise InputError(f"the condition {name!r} must be a number or text, got {value!r}")
-    return Entry(key, config, item["median_us"], item["default_us"], item["measured"], item["conditions"])
+    return Entry(
+        key, config, item["median_us"], item["default_us"], item[basis], item["conditions"],
+        predicted=basis == "predicted",
+    )  # fmt: skip
+
+
+def _entry_fields(value: Any) -> dict[str, type]:
+    """The fields of an entry: of ``measured`` and ``predicted`` the one that it has.
+
+    Raises:
+        InputError: it has both or none.
+    """
+    days = [name for name in _DAYS if isinstance(value, dict) and name in value]
+    if isinstance(value, dict) and len(days) != 1:
+        raise InputError(f"the entry must have one of the fields {' and '.join(_DAYS)}")
+    return {**_ENTRY_FIELDS, **dict.fromkeys(days, str)}
 
 
 def _typed(value: Any, types: Mapping[str, type], what: str) -> dict[str, Any]:

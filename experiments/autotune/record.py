@@ -97,7 +97,7 @@ def _result(cell: Cell, rows: Sequence[Row]) -> Result:
             config=best.config,
             median_us=round(best.median_us, 3),
             default_us=round(default.median_us, 3),
-            measured=rows[0]["measured"],
+            day=rows[0]["measured"],
             conditions={"context": cell.step.context, "overlap": cell.step.overlap},
         )
     counts: dict[str, int] = {name: sum(trial.outcome == name for trial in trials) for name in OUTCOMES}

@@ -21,14 +21,14 @@ def shipped_files(folder: Path = SHIPPED_FOLDER) -> list[TuningFile]:
 
 
 def entry_rows(file: TuningFile) -> list[dict[str, str]]:
-    """A row for every entry of a file: the call's shape, the configuration and what was measured, as text."""
+    """A row for every entry of a file: the call's shape, the configuration and its times, as text."""
     return [
         {
             "call": _words(entry.key),
             "configuration": _words(entry.config),
             "us": f"{entry.median_us:.1f}",
             "by rule, us": f"{entry.default_us:.1f}",
-            "measured": entry.measured,
+            "day": f"{entry.basis} {entry.day}",
         }
         for _, entry in sorted(file.entries.items(), key=lambda item: dataclasses.astuple(item[0]))
     ]

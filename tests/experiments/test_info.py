@@ -40,6 +40,13 @@ def test_a_checkpoint_needs_weights_and_a_configuration(tmp_path: Path) -> None:
     assert checkpoint_state(tmp_path) == {"found": True, "bytes": 3}
 
 
+def test_configurations_that_nobody_measured_are_called_predicted() -> None:
+    record = collect_info()
+    record["attention"] |= {"file": "v100/x.json", "entries": 5, "predicted": 3}
+    lines = dict(describe(record))
+    assert lines["configurations"] == "5 tuned ones in v100/x.json, 3 of them predicted, not measured"
+
+
 def test_the_attention_kernel_of_this_machine_is_named_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

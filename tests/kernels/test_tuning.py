@@ -27,7 +27,14 @@ from page4.kernels.tuning import (
     triton_version,
     use_configurations,
 )
-from page4.kernels.tuning_file import Entry, TuningFile, gpu_slug, read_tuning_file, tuning_path
+from page4.kernels.tuning_file import (
+    Entry,
+    TuningFile,
+    gpu_family,
+    gpu_slug,
+    read_tuning_file,
+    tuning_path,
+)
 
 GLUON, PLAIN = TUNABLE["page4_attention_gluon"], TUNABLE["page4_attention_triton"]
 KEY = AttentionKey(
@@ -40,6 +47,10 @@ def entry(key: AttentionKey = KEY, splits: int = 4) -> Entry:
     return Entry(
         key, GluonConfig(splits, 64, 4), 30.5, 33.25, "2026-11-29", {"context": 32768, "overlap": 0.9}
     )
+
+
+def predicted(key: AttentionKey = KEY, splits: int = 4) -> Entry:
+    return dataclasses.replace(entry(key, splits), predicted=True)
 
 
 def gluon_file(*entries: Entry) -> TuningFile:
@@ -68,7 +79,28 @@ def test_a_gpu_has_a_folder_of_plain_characters(name: str, slug: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "entries", [(), (entry(),), (entry(), entry(dataclasses.replace(KEY, groups=1), 16))]
+    "name",
+    ["Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB", "Tesla V100S-PCIE-32GB", "V100"],
+)
+def test_all_v100s_have_one_folder(name: str) -> None:
+    assert gpu_family(name) == "V100"
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Quadro GV100", "Tesla P100", "cpu"]
+)
+def test_other_gpus_keep_their_name(name: str) -> None:
+    assert gpu_family(name) == name
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (),
+        (entry(),),
+        (entry(), entry(dataclasses.replace(KEY, groups=1), 16)),
+        (predicted(), entry(dataclasses.replace(KEY, groups=1), 16)),
+    ],
 )
 def test_a_file_reads_back_as_it_was_written(entries: tuple[Entry, ...], tmp_path: Path) -> None:
     written = gluon_file(*entries)
@@ -86,6 +118,19 @@ def test_merging_replaces_equal_keys_and_keeps_the_others() -> None:
     other = entry(dataclasses.replace(KEY, groups=1))
     merged = gluon_file(entry(splits=4), other).merged({KEY: entry(splits=8)})
     assert merged.entries == {KEY: entry(splits=8), other.key: other}
+
+
+def test_what_was_predicted_replaces_nothing_that_was_measured() -> None:
+    old, new = entry(splits=4), entry(splits=8)
+    assert gluon_file(old).merged({KEY: predicted(splits=8)}).entries == {KEY: old}
+    assert gluon_file(predicted(splits=4)).merged({KEY: new}).entries == {KEY: new}
+    later = predicted(splits=2)
+    assert gluon_file(predicted(splits=4)).merged({KEY: later}).entries == {KEY: later}
+
+
+def test_an_entry_says_whether_it_was_measured() -> None:
+    by_key = json.loads(gluon_file(predicted()).text())["entries"]
+    assert [(item.get("measured"), item.get("predicted")) for item in by_key] == [(None, "2026-11-29")]
 
 
 def change(*path: Any, value: Any = None, drop: bool = False) -> Any:
@@ -127,6 +172,8 @@ CONFIG, KEY_FIELDS = ("entries", 0, "config"), ("entries", 0, "key")
         (change("entries", 0, "median_us", value=-1.0), "median_us must be a positive number, got -1.0"),
         (change("entries", 0, "median_us", value="5"), "median_us must be of type float, got '5'"),
         (change("entries", 0, "measured", value="yesterday"), "measured must be a day"),
+        (change("entries", 0, "measured", drop=True), "one of the fields measured and predicted"),
+        (change("entries", 0, "predicted", value="2026-11-30"), "one of the fields measured and predicted"),
         (change("entries", 0, "conditions", value={"x": []}), "the condition 'x' must be a number or text"),
         (change(*CONFIG, "num_ctas", value=2), "the configuration has an unknown field 'num_ctas'"),
         (change(*CONFIG, "splits", drop=True), "the configuration has no field 'splits'"),
@@ -137,7 +184,7 @@ CONFIG, KEY_FIELDS = ("entries", 0, "config"), ("entries", 0, "key")
         (change(*CONFIG, "num_warps", value=16), "num_warps must be a power of two and at most D / 32 = 8"),
         (change(*CONFIG, "num_warps", value=3), "num_warps must be a power of two"),
         (change(*KEY_FIELDS, "kv_format", value="fp4"), "fp4"),
-        (change(*KEY_FIELDS, "kv_format", value="int8"), "the Gluon kernel reads fp16"),
+        (change(*KEY_FIELDS, "kv_format", value="int8"), "reads fp16"),
         (change(*KEY_FIELDS, "capacity", value=2052), "capacity must be a power of two, got 2052"),
         (change(*KEY_FIELDS, "rows_per_group", value=9), "rows_per_group must lie in 1..8, got 9"),
         (change(*KEY_FIELDS, "head_dim", value=96), "head_dim must be one of"),
@@ -211,6 +258,16 @@ def test_the_exact_key_wins_then_the_nearest_then_nothing(tmp_path: Path) -> Non
     assert found(at(7)) is None
     assert found(at(64, kv_format="fp16")) is None
     assert found(at(64, head_dim=128)) is None
+
+
+def test_a_match_says_that_it_was_only_predicted(tmp_path: Path) -> None:
+    folder_for_this_machine(tmp_path, predicted())
+    with use_configurations(tmp_path) as configurations:
+        near = dataclasses.replace(KEY, groups=48)
+        for key in (KEY, near):
+            configurations.resolve(GLUON.name, key, HERE, GluonConfig(1, 32, 4))
+        origins = [use["origin"] for use in configurations.record()["used"]]
+    assert origins == ["predicted exact", "predicted bucket"]
 
 
 @hypothesis.given(
