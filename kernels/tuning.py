@@ -32,9 +32,7 @@ SHIPPED_FOLDER = Path(__file__).parent / "configs"
 
 @dataclass(frozen=True)
 class Match:
-    """A recorded configuration and how it was found: for the key itself, or for the nearest one; ``predicted``
-    where no GPU ever measured it.
-    """
+    """A recorded configuration and how it was found; ``predicted`` where no GPU ever measured it."""
 
     config: Any
     origin: Origin

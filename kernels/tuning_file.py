@@ -100,8 +100,9 @@ class TuningFile:
         return f'{head},\n  "entries": [\n{body}\n  ]\n}}\n' if lines else f'{head},\n  "entries": []\n}}\n'
 
     def merged(self, entries: Mapping[Any, Entry]) -> TuningFile:
-        """The same file with entries added; those of equal keys are replaced, but none that was measured by
-        one that was predicted.
+        """The same file with entries added.
+
+        Those of equal keys are replaced, but none that was measured by one that was predicted.
         """
         kept = {
             key: entry
