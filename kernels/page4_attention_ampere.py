@@ -68,7 +68,6 @@ def page4_attention_ampere_kernel(
     """
     i_group, i_head, i_split = gl.program_id(0), gl.program_id(1) // PARTS, gl.program_id(2)
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
     HEADS: gl.constexpr = HQ // (HKV * PARTS)
     first_head = gl.program_id(1) * HEADS
@@ -159,6 +158,8 @@ def page4_attention_ampere_kernel(
     b_total = gl.where(m_live, b_total, 1.0)
     b_lse = gl.where(m_live, b_max + gl.log2(b_total), -float("inf"))
     b_acc = b_acc * (1.0 / b_total)[:, None]
+    if DEPENDENT:
+        gdc_launch_dependents()
     write_lse(
         b_lse, p_lse, o_member, m_member, first_row, i_group, i_head, i_split, first_head,
         HQ, HKV, ROWS, HEADS, SPLITS,
