@@ -48,6 +48,7 @@ class CacheConfig:
         num_draft_tokens: K; sets the recurrent slots (K+1) and the raw-key ring.
         max_requests: rows for requests that are open at once.
         max_tokens: tokens that all open requests may hold together (rounded up to pages).
+        max_request_tokens: tokens that one request may hold; all of them by default.
         index_dtype: dtype of raw and compressed index keys; 16 bits in every study, so that selection itself
             is never quantised further.
     """
@@ -58,6 +59,7 @@ class CacheConfig:
     num_draft_tokens: int = 3
     max_requests: int = 1
     max_tokens: int = 4096
+    max_request_tokens: int | None = None
     index_dtype: torch.dtype = torch.float16
 
     @classmethod
@@ -170,7 +172,8 @@ class HybridCache:
         self.config = config
         # Every request may end in a part-filled page.
         pages = pages_for(config.max_tokens) + config.max_requests
-        self.tables = BlockTables(config.max_requests, pages, device)
+        most = None if config.max_request_tokens is None else pages_for(config.max_request_tokens)
+        self.tables = BlockTables(config.max_requests, pages, device, most)
         self.recurrent: list[ConvSlots | GatedDeltaSlots] = []
         self._device, self._dtype, self._geometry = device, activation_dtype, geometry
         target, draft = _formats(config)
@@ -198,6 +201,14 @@ class HybridCache:
         """The target's QSA layers, in order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, QSALayerCache)]
 
+    @property
+    def _sparse(self) -> list[QSALayerCache]:
+        """The QSA layers of target and draft."""
+        if self.draft is None:
+            return self.qsa
+        assert isinstance(self.draft.mixer, QSALayerCache)
+        return [*self.qsa, self.draft.mixer]
+
     def open(self) -> int:
         """A new request with no tokens and zero recurrent state."""
         request = self.tables.open()
@@ -214,13 +225,20 @@ class HybridCache:
         self.tables.close(request)
 
     def snapshot(self, request: int) -> list[Tensor]:
-        """A copy of the request's recurrent state, all slots. K/V needs none: rows are rewritten in place."""
-        return [slots.copy_of(request) for slots in self.recurrent]
+        """A copy of what later tokens of the request overwrite: its recurrent slots and raw index keys.
+
+        K/V and compressed index keys need none: their rows are written again before they are read.
+        """
+        states = [slots.copy_of(request) for slots in self.recurrent]
+        return states + [layer.ring[request].clone() for layer in self._sparse]
 
     def restore(self, request: int, snapshot: list[Tensor]) -> None:
         """Puts a snapshot back."""
-        for slots, state in zip(self.recurrent, snapshot, strict=True):
+        recurrent, rings = snapshot[: len(self.recurrent)], snapshot[len(self.recurrent) :]
+        for slots, state in zip(self.recurrent, recurrent, strict=True):
             slots.put_back(request, state)
+        for layer, ring in zip(self._sparse, rings, strict=True):
+            layer.ring[request] = ring
 
     def _conv_slots(self, length: int, channels: int, dtype: torch.dtype) -> ConvSlots:
         slots = ConvSlots(

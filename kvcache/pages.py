@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import torch
@@ -78,14 +79,23 @@ class RequestPages:
 
 
 class BlockTables:
-    """Block tables of the open requests, shared by all layers."""
+    """Block tables of the open requests, shared by all layers.
 
-    def __init__(self, requests: int, pages: int, device: torch.device) -> None:
+    Args:
+        requests: rows. pages: of all requests together.
+        pages_per_request: the most that one request may hold; all of them by default.
+    """
+
+    def __init__(
+        self, requests: int, pages: int, device: torch.device, pages_per_request: int | None = None
+    ) -> None:
         self.allocator = PageAllocator(pages)
         self.device = device
         self._pages: dict[int, list[int]] = {}
-        self._closed = list(range(requests - 1, -1, -1))
-        self._tables = torch.full((requests, 1), -1, dtype=torch.int64, device=device)
+        self._closed = list(range(requests))
+        width = pages if pages_per_request is None else min(pages, pages_per_request)
+        # Never moves: captured graphs hold on to its address.
+        self._tables = torch.full((requests, width), -1, dtype=torch.int64, device=device)
 
     def open(self) -> int:
         """Takes a request row without pages.
@@ -95,38 +105,48 @@ class BlockTables:
         """
         if not self._closed:
             raise InputError(f"all {len(self._pages)} request rows are in use: raise max_requests")
-        request = self._closed.pop()
+        request = heapq.heappop(self._closed)
         self._pages[request] = []
         return request
 
     def reserve(self, request: int, length: int) -> None:
-        """Grows the request's table to hold ``length`` tokens.
+        """Grows the request's table to hold ``length`` tokens; nothing waits for the device.
 
         Raises:
-            InputError: too few pages are free; nothing is taken then.
+            InputError: too few pages are free, or the request would hold too many; nothing is taken then.
         """
         pages = self._pages[request]
         more = pages_for(length) - len(pages)
         if more <= 0:
             return
+        if len(pages) + more > self._tables.shape[1]:
+            raise InputError(
+                f"{length} tokens are more than one request may hold, {self._tables.shape[1] * PAGE_TOKENS}"
+            )
         new = self.allocator.allocate(more)
-        columns = self._tables.shape[1]
-        if len(pages) + more > columns:
-            grown = max(len(pages) + more, 2 * columns)
-            self._tables = torch.nn.functional.pad(self._tables, (0, grown - columns), value=-1)
-        self._tables[request, len(pages) : len(pages) + more] = torch.tensor(new, device=self.device)
+        pinned = torch.tensor(new, pin_memory=self.device.type == "cuda")
+        self._tables[request, len(pages) : len(pages) + more].copy_(pinned, non_blocking=True)
         pages.extend(new)
 
     def close(self, request: int) -> None:
         """Frees the request's pages and its row."""
         self.allocator.release(self._pages.pop(request))
-        self._tables[request] = -1
-        self._closed.append(request)
+        self._tables[request].fill_(-1)
+        heapq.heappush(self._closed, request)
 
     @property
     def tensor(self) -> Tensor:
-        """All tables, int64 ``[requests, pages]``; a new tensor after they had to grow."""
+        """All tables, int64 ``[requests, pages]``."""
         return self._tables
+
+    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """Physical slots ``page * 16 + offset`` of rows, -1 for padded ones; all are int64 ``[N]``.
+
+        Args:
+            requests: -1: a padded row. positions: in pages that the requests own.
+        """
+        page = self._tables[requests.clamp_min(0), positions.clamp_min(0) // PAGE_TOKENS]
+        return torch.where(requests < 0, -1, page * PAGE_TOKENS + positions % PAGE_TOKENS)
 
     def of(self, requests: Tensor, length: int) -> RequestPages:
         """Tables of requests ``[B]``, as wide as ``length`` tokens need."""

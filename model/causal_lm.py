@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from page4.kernels.backend import Backend
 from page4.kernels.errors import InputError
 from page4.kvcache.cache import CacheConfig, CacheGeometry, HybridCache
 
@@ -17,6 +18,7 @@ from .backend import checked_backend
 from .config import Qwen4ExpConfig
 from .decoder import Trunk
 from .loader import load_weights
+from .moe import MoE
 from .mtp import MTPHead
 from .qsa import QSAttention
 from .rows import RowBatch, Segment
@@ -37,6 +39,7 @@ class Qwen4ExpForCausalLM(nn.Module):
     def __init__(self, config: Qwen4ExpConfig) -> None:
         super().__init__()
         self.config = config
+        self.backend: Backend = "reference"
         self.model = Trunk(config)
         self.lm_head = (
             None
@@ -86,8 +89,9 @@ class Qwen4ExpForCausalLM(nn.Module):
             InputError: no such backend, or it cannot run here, or not this model.
         """
         backend = checked_backend(name, self.config, self.dtype, self.device.type)
+        self.backend = backend
         for module in self.modules():
-            if isinstance(module, QSAttention):
+            if isinstance(module, (QSAttention, MoE)):
                 module.backend = backend
 
     @property

@@ -49,7 +49,7 @@ class DecoderLayer(nn.Module):
             y = self.self_attn(x, step, cache.mixer)
         residual = self.attn_hyper_connection.write(residual, y, inject)
         x, inject = self.mlp_hyper_connection.read(residual)
-        return self.mlp_hyper_connection.write(residual, self.mlp(x), inject)
+        return self.mlp_hyper_connection.write(residual, self.mlp(x, step.batch.decode), inject)
 
 
 class Trunk(nn.Module):

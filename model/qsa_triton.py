@@ -49,20 +49,54 @@ class KernelStep:
 
     @classmethod
     def of(cls, batch: RowBatch, tables: BlockTables, config: Qwen4ExpConfig) -> KernelStep:
-        """Lists and workspaces for a batch of a model that passed ``checked_backend``."""
-        ratio = config.indexer_compress_ratio
-        segments = batch.segments
+        """Lists and workspaces for a batch of a model that passed ``checked_backend``.
+
+        Nothing waits for the device. Work follows the rows' positions; the workspaces' width follows the
+        groups' bounds of length.
+        """
         device = batch.positions.device
-        requests = [s.request for s in segments]
-        counts = [s.length for s in segments]
-        rows = StepRows.of([s.position for s in segments], counts, tables.tensor, requests)
-        rows_per_group = min(MAX_GROUP_ROWS, max(counts))
-        groups = RowGroups.of(counts, rows_per_group, requests, device=device)
-        max_blocks = max(-(-(s.position + s.length) // ratio) for s in segments)
+        max_blocks = -(-max(group.longest for group in batch.groups) // config.indexer_compress_ratio)
+        rows = _step_rows(batch, tables)
+        groups = _row_groups(batch)
         scores = batch.positions.new_empty(len(batch.positions), max_blocks, dtype=torch.float32)
         selection = SelectionWorkspace.allocate(len(batch.positions), max_blocks, config.block_topk, device)
-        capacity = plan_capacity(rows_per_group, config.block_topk, max_blocks)
+        capacity = plan_capacity(groups.rows_per_group, config.block_topk, max_blocks)
         return cls(rows, groups, scores, selection, empty_plan(groups, capacity))
+
+
+def _step_rows(batch: RowBatch, tables: BlockTables) -> StepRows:
+    fields = []
+    for group in batch.groups:
+        shape = (len(group.requests), group.length)
+        index = torch.arange(group.length, device=group.requests.device)
+        fields.append(
+            torch.stack(
+                [
+                    group.requests[:, None].expand(shape),
+                    index.expand(shape),
+                    torch.full_like(index, group.length).expand(shape),
+                ]
+            ).flatten(1)
+        )
+    request, index, count = torch.cat(fields, dim=1).int().unbind()
+    slots = tables.slots(request.long(), batch.positions)
+    return StepRows(batch.positions, request, index, count, slots, tables.tensor)
+
+
+def _row_groups(batch: RowBatch) -> RowGroups:
+    rows_per_group = min(MAX_GROUP_ROWS, max(group.length for group in batch.groups))
+    triples = []
+    for group in batch.groups:
+        device = group.requests.device
+        offset = torch.arange(0, group.length, rows_per_group, device=device)
+        request = group.requests[:, None].expand(-1, len(offset))
+        start = (
+            group.start + group.length * torch.arange(len(group.requests), device=device)[:, None] + offset
+        )
+        rows = (group.length - offset).clamp_max(rows_per_group).expand_as(request)
+        triples.append(torch.stack([request, start, torch.where(request < 0, 0, rows)]).flatten(1))
+    request, start, rows = torch.cat(triples, dim=1).int().unbind()
+    return RowGroups(request, start, rows, rows_per_group)
 
 
 def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCache) -> Tensor:

@@ -1,4 +1,8 @@
-"""The rows of one step: tokens of many requests, packed, with what each request needs to go on."""
+"""The rows of one step: tokens of many requests, packed, with what each request needs to go on.
+
+A batch is packed from segments on the host, or made of device tensors alone where a decode step must not wait
+for the host; layers see no difference.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,8 @@ class RowGroup:
     start: int
     length: int
     decode: bool
-    longest: int  # tokens of the longest request, these rows included
-    requests: Tensor  # [B] int64
+    longest: int  # tokens of the longest request, these rows included, or a bound of them
+    requests: Tensor  # [B] int64; -1: a padded request, of which nothing is read or written
     read_slots: Tensor  # [B] int64
 
     @property
@@ -69,9 +73,10 @@ class RowBatch:
     """All rows of one step.
 
     Attributes:
-        segments: sorted so that equal phases and lengths are adjacent; rows are packed in this order.
+        segments: sorted so that equal phases and lengths are adjacent; rows are packed in this order. None
+            are known of a batch of device tensors.
         token_ids: ``[N]`` int64.
-        positions: ``[N]`` int64.
+        positions: ``[N]`` int64; -1 for the rows of a padded request.
         token_history: ``[N, ngram_size]`` int64, the tokens ending at each row, oldest first.
         starts: first row of each segment.
         groups: runs of segments of equal phase and length.
@@ -115,6 +120,36 @@ class RowBatch:
             starts=tuple(starts),
             groups=tuple(groups),
         )
+
+    @classmethod
+    def of_decode_rows(
+        cls, requests: Tensor, first: Tensor, history: Tensor, read_slots: Tensor, rows: int, longest: int
+    ) -> RowBatch:
+        """T decode rows of each of B requests, from device tensors; nothing waits for the device.
+
+        Args:
+            requests: int64 ``[B]``, rows in the cache; -1 pads.
+            first: int64 ``[B]``, position of each request's first row.
+            history: int64 ``[B, n - 1 + T]``, the tokens before the first row, then those of the rows.
+            read_slots: int64 ``[B]``, recurrent slot with the state before the first row.
+            rows: T.
+            longest: a bound of the tokens of the longest request, these rows included.
+        """
+        positions = first[:, None] + torch.arange(rows, device=first.device)
+        positions = torch.where(requests[:, None] < 0, -1, positions)
+        return cls(
+            segments=(),
+            token_ids=history[:, -rows:].flatten(),
+            positions=positions.flatten(),
+            token_history=history.unfold(1, history.shape[1] - rows + 1, 1).flatten(0, 1),
+            starts=(),
+            groups=(RowGroup(0, rows, True, longest, requests, read_slots),),
+        )
+
+    @property
+    def decode(self) -> bool:
+        """Whether all rows are those of decode steps."""
+        return all(group.decode for group in self.groups)
 
     def rows(self, request: int) -> slice:
         """The rows of one request."""
