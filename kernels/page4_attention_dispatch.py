@@ -12,11 +12,11 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_gluon import (
-    GLUON_FORMATS,
     INSTRUCTIONS,
     GluonConfig,
     can_run,
     default_gluon_config,
+    formats_of,
     page4_attention_gluon,
 )
 from page4.kernels.page4_attention_inputs import AttentionInputs
@@ -61,12 +61,14 @@ def gluon_obstacle(
     """
     if capability is None:
         return "it needs a GPU"
-    if not any(can_run(instruction, capability) for instruction in INSTRUCTIONS):
+    instructions = [instruction for instruction in INSTRUCTIONS if can_run(instruction, capability)]
+    if not instructions:
         return f"it needs compute capability 7.0, 8.0 or newer, the GPU has {capability[0]}.{capability[1]}"
     if dtype != torch.float16:
         return f"it takes float16 queries, got {str(dtype).removeprefix('torch.')}"
-    if kv_format not in GLUON_FORMATS:
-        return f"it reads {', '.join(GLUON_FORMATS)}, got {kv_format}"
+    formats = dict.fromkeys(name for instruction in instructions for name in formats_of(instruction))
+    if kv_format not in formats:
+        return f"it reads {', '.join(formats)}, got {kv_format}"
     if capability == (7, 0) and head_dim < 64:
         return f"on compute capability 7.0 it takes heads of 64 dimensions or more, got {head_dim}"
     return None

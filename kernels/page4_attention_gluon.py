@@ -50,6 +50,11 @@ def volta_members(width: int, kv_format: str, wide_turns: bool) -> int:
     return 48 if half else 56 if wide_turns else 64
 
 
+def formats_of(instruction: Instruction) -> tuple[str, ...]:
+    """KV formats that an instruction's kernel reads."""
+    return (*GLUON_FORMATS, "int8") if instruction == "mma884" else GLUON_FORMATS
+
+
 def can_run(instruction: Instruction, capability: tuple[int, int]) -> bool:
     """Whether a GPU has the instruction, or has it at more than the speed of an emulation."""
     if instruction == "mma":
@@ -108,6 +113,10 @@ class GluonConfig:
         if self.instruction not in INSTRUCTIONS:
             raise InputError(
                 f"instruction must be one of {', '.join(INSTRUCTIONS)}, got {self.instruction!r}"
+            )
+        if kv_format not in formats_of(self.instruction):
+            raise InputError(
+                f"{self.instruction} reads {', '.join(formats_of(self.instruction))}, got {kv_format}"
             )
         if self.instruction == "mma884":
             self._check_mma884(head_dim, self.members(heads_per_kv, rows_per_group), kv_format)
@@ -213,7 +222,7 @@ def page4_attention_gluon(
 ) -> tuple[Tensor, Tensor]:
     """What :func:`~page4.kernels.page4_attention_triton.page4_attention_triton` does, on tensor cores.
 
-    FP16 ``q`` only; formats fp16, e4m3, e5m2 and e3m4.
+    FP16 ``q`` only; formats fp16, e4m3, e5m2 and e3m4, and int8 with ``mma884``.
 
     Raises:
         InputError: a GPU without the instruction or none, FP32 ``q``, another format, or what the plain
@@ -225,8 +234,6 @@ def page4_attention_gluon(
         raise InputError("the Gluon kernels need a GPU of compute capability 7.0, 8.0 or newer")
     if q.dtype != torch.float16:
         raise InputError(f"the Gluon kernel takes float16 queries, got {q.dtype}")
-    if inputs.kv_format not in GLUON_FORMATS:
-        raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {inputs.kv_format}")
     config = config or default_gluon_config(inputs, multiprocessor_count(q.device))
     config.check(inputs.head_dim, inputs.heads_per_kv, inputs.rows_per_group, inputs.kv_format)
     if not can_run(config.instruction, capability):
@@ -299,6 +306,8 @@ def _variant(
     if config.instruction == "mma884":
         members = config.members(inputs.heads_per_kv, inputs.rows_per_group)
         volta = {
+            "p_k_token_scales": inputs.k_token_scales,
+            "p_v_token_scales": inputs.v_token_scales,
             "DECODE": decode_pairs_assembly(inputs.kv_format),
             "TILES": triton.cdiv(members, MEMBERS),
         }

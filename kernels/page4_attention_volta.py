@@ -12,6 +12,11 @@ of the group with a query head) are the instruction's rows, in tiles of eight.
   Triton 3.6 where a layout has copies on lanes in the middle.
 
 K of the next turn is on its way from the first product of a turn on, V from the turn's beginning.
+
+With a scale per token (int8), a weight is the softmax's times the token's scale of V, both in the exponent:
+``w_t = 2^(s_t + log2 v_t - m)`` with m the maximum of ``s_t + log2 v_t``. So FP16 keeps weights as precise as
+what they contribute, whatever the range of scales, and codes are exact. The softmax's sum is that of
+``w_t / v_t``; shift and all, its quotient with the output is the same.
 """
 
 # mypy: disallow-untyped-defs=False, disable-error-code="assignment"
@@ -34,6 +39,7 @@ from page4.kernels.volta_tiles import (
     half_key_fragment,
     halves,
     load_keys,
+    load_token_scales,
     load_values,
     maximum_of_warps,
     multiply_column_pairs,
@@ -59,6 +65,20 @@ def _load_turn_keys(p_k, s_block, s_seen, turn, UNITS: gl.constexpr, SETS: gl.co
         i_set = turn * SETS + i
         words = words + load_keys(p_k, s_block.index(i_set), s_seen.index(i_set), UNITS)
     return words
+
+
+@gluon.jit
+def _load_turn_scales(p_k_scales, p_v_scales, s_block, s_seen, turn, SETS: gl.constexpr):
+    """Scales of K and of V of a turn's sets, one pair after the other; nothing where a format has none."""
+    scales = ()
+    if p_k_scales is not None:
+        for i in gl.static_range(SETS):
+            i_set = turn * SETS + i
+            scales = scales + (
+                load_token_scales(p_k_scales, s_block.index(i_set), s_seen.index(i_set)),
+                load_token_scales(p_v_scales, s_block.index(i_set), s_seen.index(i_set)),
+            )
+    return scales
 
 
 @gluon.jit
@@ -96,12 +116,14 @@ def _score(s_q, words, i_set: gl.constexpr, DECODE: gl.constexpr, D: gl.constexp
 
 
 @gluon.jit
-def _masked(scores, b_seen, row_bits, score_factor):
-    """Scores of a set for every tile: with their factor, -inf where the member does not see the token."""
+def _masked(scores, b_seen, row_bits, factor, b_added):
+    """Scores of a set for every tile: times a factor, plus what is added; -inf where unseen by the member."""
     masked = ()
     for tile in gl.static_range(len(row_bits)):
         m_seen = (b_seen[None, :] & row_bits[tile][:, None]) != 0
-        b_score = gather_scores(scores[tile]) * score_factor
+        b_score = gather_scores(scores[tile]) * factor
+        if b_added is not None:
+            b_score += b_added[None, :]
         masked = masked + (gl.where(m_seen, b_score, -float("inf")),)
     return masked
 
@@ -116,14 +138,37 @@ def _score_turn(s_q, words, DECODE: gl.constexpr, D: gl.constexpr, TILES: gl.con
 
 
 @gluon.jit
-def _mask_turn(sums, s_seen, turn, row_bits, score_factor, SETS: gl.constexpr):
-    """:func:`_masked` of every set."""
+def _value_scale(b_scale):
+    """Scales of V that have a finite inverse and logarithm; NaN becomes a number."""
+    return gl.maximum(b_scale, 2.0**-100)  # below it are tokens whose codes are 0, and no FP16 numbers
+
+
+@gluon.jit
+def _mask_turn(sums, scales, s_seen, turn, row_bits, score_factor, SETS: gl.constexpr):
+    """:func:`_masked` of every set, with the tokens' scales where there are any."""
     TILES: gl.constexpr = len(row_bits)
     scores = ()
     for i in gl.static_range(SETS):
         b_seen = seen_of_tokens(s_seen.index(turn * SETS + i))
-        scores = scores + _masked(sums[i * TILES : (i + 1) * TILES], b_seen, row_bits, score_factor)
+        set_sums = sums[i * TILES : (i + 1) * TILES]
+        if len(scales) == 0:
+            scores = scores + _masked(set_sums, b_seen, row_bits, score_factor, None)
+        else:
+            b_scale = scales[2 * i + 1]
+            # A NaN reaches the rows that see it, and no others.
+            b_log = gl.where(b_scale == b_scale, gl.log2(_value_scale(b_scale)), b_scale)
+            b_factor = (scales[2 * i] * score_factor)[None, :]
+            scores = scores + _masked(set_sums, b_seen, row_bits, b_factor, b_log)
     return scores
+
+
+@gluon.jit
+def _inverse_scales(scales):
+    """What a token's weight is multiplied with in the softmax's sum, of every set."""
+    inverses = ()
+    for i in gl.static_range(len(scales) // 2):
+        inverses = inverses + (1.0 / _value_scale(scales[2 * i + 1]),)
+    return inverses
 
 
 @gluon.jit
@@ -155,17 +200,18 @@ def _shifts(maxima):
 
 
 @gluon.jit
-def _leave_weights(scores, shifts, s_weights):
-    """Weights of all sets and tiles, to where all warps find them; and their sums over the sets."""
+def _leave_weights(scores, shifts, inverses, s_weights):
+    """Weights of all sets and tiles, to where all warps find them; and the softmax's sums over the sets."""
     TILES: gl.constexpr = len(shifts)
     sums = ()
     for tile in gl.static_range(TILES):
-        b_sum = gl.exp2(scores[tile] - shifts[tile][:, None])
-        s_weights[tile].store(b_sum.to(gl.float16))
-        for i in gl.static_range(1, len(scores) // TILES):
+        b_sum = None
+        for i in gl.static_range(len(scores) // TILES):
             b_weight = gl.exp2(scores[i * TILES + tile] - shifts[tile][:, None])
             s_weights[i * TILES + tile].store(b_weight.to(gl.float16))
-            b_sum += b_weight
+            if len(inverses) > 0:
+                b_weight *= inverses[i][None, :]
+            b_sum = b_weight if b_sum is None else b_sum + b_weight
         sums = sums + (b_sum,)
     return sums
 
@@ -230,15 +276,16 @@ def page4_attention_volta_kernel(
     p_tables, stride_table, p_blocks, p_masks, capacity,
     p_counts, p_group_request, p_group_start, p_group_rows,
     p_gate, stride_gate_row, stride_gate_head, p_out, p_lse, score_factor, v_factor,
+    p_k_token_scales, p_v_token_scales,
     DECODE: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
     PARTS: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, TILES: gl.constexpr, BN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """One program attends a group's rows and a ``PARTS``-th of a KV head's query heads to its tokens.
 
-    Arguments as in the plain kernel; pages of all formats are int32 words. ``TILES`` times eight members have
-    room. A turn is ``BN`` tokens, and a split lists at most ``TURNS`` turns, the empty one after its last
-    included.
+    Arguments as in the plain kernel; pages of all formats are int32 words, and int8 alone has scales of
+    tokens. ``TILES`` times eight members have room. A turn is ``BN`` tokens, and a split lists at most
+    ``TURNS`` turns, the empty one after its last included.
     """
     i_group, i_head, i_split = gl.program_id(0), gl.program_id(1) // PARTS, gl.program_id(2)
     HEADS: gl.constexpr = HQ // (HKV * PARTS)
@@ -269,6 +316,7 @@ def page4_attention_volta_kernel(
     s_quad_block = s_block._reinterpret(gl.int32, [TURNS * QUADS, 4], PLAIN)
     s_quad_seen = s_seen._reinterpret(gl.int32, [TURNS * QUADS, 4], PLAIN)
     keys = _load_turn_keys(p_k, s_set_block, s_set_seen, 0, UNITS, SETS)
+    scales = _load_turn_scales(p_k_token_scales, p_v_token_scales, s_set_block, s_set_seen, 0, SETS)
 
     s_q = gl.allocate_shared_memory(gl.float16, [BM, D], query_layout(BM, D, 8 if DECODE is None else 16))
     s_q.store(b_q)
@@ -295,11 +343,15 @@ def page4_attention_volta_kernel(
         values = _load_turn_values(p_v, s_quad_block, s_quad_seen, turn, UNITS, QUADS)
         raw = _score_turn(s_q, keys, DECODE, D, TILES, SETS)
         keys = _load_turn_keys(p_k, s_set_block, s_set_seen, turn + 1, UNITS, SETS)
-        scores = _mask_turn(raw, s_set_seen, turn, row_bits, score_factor, SETS)
+        scores = _mask_turn(raw, scales, s_set_seen, turn, row_bits, score_factor, SETS)
+        inverses = _inverse_scales(scales)
+        scales = _load_turn_scales(
+            p_k_token_scales, p_v_token_scales, s_set_block, s_set_seen, turn + 1, SETS
+        )
         _leave_maxima(scores, s_warps)
         found = _new_maxima(s_warps, maxima)
         shifts = _shifts(found)
-        added = _leave_weights(scores, shifts, s_weights)
+        added = _leave_weights(scores, shifts, inverses, s_weights)
         alphas = _alphas(maxima, shifts)
         maxima = found
         sums = _added_sums(sums, alphas, added)

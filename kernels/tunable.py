@@ -14,7 +14,7 @@ from page4.kernels.block_plan import RowGroups, check_group_rows
 from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import ScoresConfig
-from page4.kernels.page4_attention_gluon import GLUON_FORMATS, GluonConfig
+from page4.kernels.page4_attention_gluon import GluonConfig
 from page4.kernels.page4_attention_inputs import HEAD_DIMS, MAX_HEADS_PER_KV, AttentionInputs
 from page4.kernels.page4_attention_triton import AttentionConfig
 from page4.kernels.qsa_prepare_inputs import QSAStorage
@@ -189,8 +189,6 @@ def _check_plain(key: AttentionKey, config: AttentionConfig) -> None:
 
 
 def _check_gluon(key: AttentionKey, config: GluonConfig) -> None:
-    if key.kv_format not in GLUON_FORMATS:
-        raise InputError(f"the Gluon kernel reads {', '.join(GLUON_FORMATS)}, got {key.kv_format}")
     _check_warps(config.num_warps)
     config.check(key.head_dim, key.heads_per_kv, key.rows_per_group, key.kv_format)
 

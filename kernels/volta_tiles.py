@@ -57,6 +57,13 @@ def decode_pairs_assembly(kv_format: str) -> str | None:
     """PTX that decodes word ``$2``, four codes, to two FP16 pairs ``$0`` and ``$1``; None for FP16 pages."""
     if kv_format == "fp16":
         return None
+    if kv_format == "int8":
+        # The code plus 128 becomes the last mantissa bits of 1024; 0x6480 is 1152.
+        pairs = "".join(
+            f"prmt.b32 x, s, 0x64646464, {selector}; sub.f16x2 ${i}, x, y;\n"
+            for i, selector in enumerate(("0x4140", "0x4342"))
+        )
+        return f"{{ .reg .b32 x, y, s;\nxor.b32 s, $2, 0x80808080; mov.b32 y, 0x64806480;\n{pairs}}}"
     low, high = decode_lines(kv_format, "$2")
     return f"{{ .reg .b32 x, s;\n{low} mov.b32 $0, x;\n{high} mov.b32 $1, x;\n}}"
 
@@ -264,6 +271,20 @@ def seen_of_tokens(s_seen):
     b_seen = s_seen.load(gl.SliceLayout(1, SEEN))[:, None] >> o_token
     return gl.convert_layout(
         gl.reshape(b_seen, [8 * WARPS]), gl.SliceLayout(0, scores_layout(WARPS)), assert_trivial=True
+    )
+
+
+@gluon.jit
+def load_token_scales(p_scales, s_block, s_seen):
+    """Scales of a set's tokens ``[8 * warps]`` where scores have their columns; 1 where no row sees one."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SEEN: gl.constexpr = _seen_layout(WARPS)
+    o_token = gl.arange(0, 4, layout=gl.SliceLayout(0, SEEN))[None, :]
+    b_block = s_block.load(gl.SliceLayout(1, SEEN))[:, None]
+    m_token = (s_seen.load(gl.SliceLayout(1, SEEN))[:, None] & (0x11111111 << o_token)) != 0
+    b_scale = gl.load(p_scales + (b_block.to(gl.int64) * 4 + o_token), mask=m_token, other=1.0)
+    return gl.convert_layout(
+        gl.reshape(b_scale, [8 * WARPS]), gl.SliceLayout(0, scores_layout(WARPS)), assert_trivial=True
     )
 
 

@@ -61,8 +61,10 @@ def make_case(
     v_scale: float = 1.0,
     rows_per_group: int = 4,
     gate: bool = False,
+    decades: float = 0.0,
     seed: int = 0,
 ) -> Case:
+    """``decades``: powers of ten that int8 scales of V spread over; then every fifth token's V is 0, too."""
     torch.manual_seed(seed)
     used = -(-length // 16)
     pool = requests * used + 3
@@ -73,7 +75,11 @@ def make_case(
     for scale in (k_scale, v_scale):
         values = scale * torch.randn(requests, length, kv_heads, dim)
         if kv_format == "int8":
-            stored, row_scales = encode_int8_rows(values * (0.1 + torch.rand(requests, length, kv_heads, 1)))
+            values *= 0.1 + torch.rand(requests, length, kv_heads, 1)
+            if decades and tokens:
+                values *= 10 ** (decades * (torch.rand(requests, length, kv_heads, 1) - 0.5))
+                values[:, ::5] = 0
+            stored, row_scales = encode_int8_rows(values)
             paged_scales = torch.full((pool, kv_heads, 16), torch.nan)
             paged_scales[tables[:, position // 16], :, position % 16] = row_scales
             token_scales.append(paged_scales.to(DEVICE))

@@ -39,7 +39,7 @@ _UNSIGNED: dict[int, type] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uin
 _PREFIX_BYTES = (("%rd", 8), ("%rs", 2), ("%p", 0), ("%r", 4), ("%f", 4))  # predicates are bool arrays
 _COMPARE: dict[str, Callable[..., Array]] = {
     "eq": np.equal, "ne": np.not_equal, "neu": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal,
+    "gt": np.greater, "ge": np.greater_equal, "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
 }  # fmt: skip
 _BITWISE: dict[str, Callable[..., Array]] = {
     "and": np.bitwise_and,
@@ -333,6 +333,11 @@ class Block:
         self._write(instruction.operands[0], a + b, here)
 
     def _sub(self, instruction: Instruction, here: Array) -> None:
+        if instruction.type == "f16x2":
+            to, *operands = instruction.operands
+            a, b = (self._read(operand, "b32").view(np.float16) for operand in operands)
+            self._write(to, (a - b).view(np.uint32), here)
+            return
         a, b = self._inputs(instruction)
         self._write(instruction.operands[0], a - b, here)
 

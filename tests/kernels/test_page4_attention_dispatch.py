@@ -54,7 +54,7 @@ def test_gluon_runs_on_capability_7_0_and_from_8_on(capability: tuple[int, int],
     [
         ((6, 1), torch.float16, "e4m3", "it needs compute capability 7.0, 8.0 or newer, the GPU has 6.1"),
         ((7, 5), torch.float16, "fp16", "it needs compute capability 7.0, 8.0 or newer, the GPU has 7.5"),
-        ((7, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, got int8"),
+        ((7, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, int8, got fp32"),
         ((9, 0), torch.float32, "fp16", "it takes float16 queries, got float32"),
         ((9, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, got int8"),
         ((9, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, got fp32"),
@@ -75,6 +75,10 @@ def test_where_gluon_cannot_run_auto_says_why_and_a_request_is_refused(
     with pytest.raises(InputError) as refusal:
         choose_implementation("gluon", capability, dtype, kv_format)
     assert str(refusal.value) == f"implementation 'gluon' cannot run: {obstacle}"
+
+
+def test_on_capability_7_0_gluon_reads_int8_too() -> None:
+    assert choose_implementation("auto", (7, 0), torch.float16, "int8")[0] == "gluon"
 
 
 def test_small_heads_get_plain_triton_on_capability_7_0() -> None:

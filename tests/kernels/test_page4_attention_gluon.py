@@ -16,12 +16,13 @@ from torch import Tensor
 from page4.experiments.sm70.compiling import Binary, compile_for
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.errors import InputError
-from page4.kernels.gluon_tiles import GLUON_FORMATS, decode_assembly, listed_turns
+from page4.kernels.gluon_tiles import decode_assembly, listed_turns
 from page4.kernels.page4_attention_ampere import page4_attention_ampere_kernel
 from page4.kernels.page4_attention_gluon import (
     INSTRUCTIONS,
     GluonConfig,
     can_run,
+    formats_of,
     page4_attention_gluon,
     volta_members,
     volta_registers,
@@ -32,7 +33,7 @@ from page4.kernels.page4_attention_merge_triton import Partials, merge_partials
 from page4.kernels.page4_attention_triton import padded_members
 from page4.kernels.page4_attention_volta import page4_attention_volta_kernel
 from page4.kernels.volta_tiles import decode_pairs_assembly
-from tests.kernels.attention_cases import DEVICE, STALE, Case, make_case
+from tests.kernels.attention_cases import DEVICE, STALE, Case, assert_near, make_case
 from tests.kernels.ptx_emulator import Pointer, run_grid
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -111,6 +112,11 @@ def compiled(inputs: AttentionInputs, config: GluonConfig, native: bool, capabil
         members = config.members(inputs.heads_per_kv, inputs.rows_per_group)
         constants |= {"DECODE": decode_pairs_assembly(inputs.kv_format), "TILES": -(-members // 8)}
         options = {"maxnreg": volta_registers(config, inputs.head_dim, members, inputs.kv_format)}
+        for name in ("p_k_token_scales", "p_v_token_scales"):
+            if inputs.kv_format == "int8":
+                signature[name] = "*fp32"
+            else:
+                constants[name] = None
     else:
         constants |= {
             "DECODE": decode_assembly(inputs.kv_format, native),
@@ -147,6 +153,7 @@ def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tens
         tensor.fill_(torch.nan)
     to = (out, lse) if config.splits == 1 else (partials.out, partials.lse)
     gate = [] if inputs.gate is None else [pointer(inputs.gate)]
+    scales = [x for x in (inputs.k_token_scales, inputs.v_token_scales) if x is not None]
     run_grid(
         kernel.ptx,
         [
@@ -157,6 +164,7 @@ def emulate(case: Case, config: GluonConfig, native: bool) -> tuple[Tensor, Tens
             *map(pointer, (plan.counts, plan.group_request, plan.group_start, plan.group_rows)),
             *gate, *inputs.gate_strides, *map(pointer, to),
             inputs.softmax_scale * inputs.k_scale * unit * math.log2(math.e), inputs.v_scale * unit,
+            *map(pointer, scales),
         ],
         (inputs.groups, inputs.kv_heads * config.head_splits, config.splits),
         32 * config.num_warps,
@@ -175,7 +183,7 @@ def run(case: Case, config: GluonConfig, native: bool = False) -> tuple[Tensor, 
 
 @pytest.mark.parametrize(
     ("kv_format", "native"),
-    [("fp16", False), ("e4m3", False), ("e4m3", True), ("e5m2", False), ("e3m4", False)],
+    [("fp16", False), ("e4m3", False), ("e4m3", True), ("e5m2", False), ("e3m4", False), ("int8", False)],
 )
 @pytest.mark.parametrize(
     "config",
@@ -190,6 +198,8 @@ def test_formats(config: GluonConfig, kv_format: str, native: bool) -> None:
     """Of two splits and with scales far from one, where a format has them."""
     if native and config.instruction == "mma884":
         pytest.skip("it converts nothing natively")
+    if kv_format not in formats_of(config.instruction):
+        pytest.skip("the plain kernel reads it")
     scales = {} if kv_format == "fp16" else {"k_scale": 0.3, "v_scale": 37.5}
     case = make_case(kv_heads=1, group=6, dim=256, kv_format=kv_format, gate=True, topk=12, **scales)
     case.check(*run(case, config, native))
@@ -220,10 +230,12 @@ def test_formats(config: GluonConfig, kv_format: str, native: bool) -> None:
         here(2, 12, 8, 128, mma884(splits=2, tile_tokens=32, num_warps=4, head_splits=12)),
     ],
 )
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3"])
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
 def test_heads_dimensions_and_warps(
     kv_heads: int, group: int, rows: int, dim: int, config: GluonConfig, kv_format: str
 ) -> None:
+    if kv_format not in formats_of(config.instruction):
+        pytest.skip("the plain kernel reads it")
     case = make_case(
         kv_heads=kv_heads,
         group=group,
@@ -234,6 +246,44 @@ def test_heads_dimensions_and_warps(
         gate=True,
     )
     case.check(*run(case, config))
+
+
+@volta_only
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("decades", [4.0, 8.0])
+def test_scales_of_tokens_may_differ_by_any_factor(decades: float, splits: int) -> None:
+    """A weight in FP16 is as precise as its token counts, and tokens whose V is 0 still count as tokens."""
+    for seed in range(3):
+        case = make_case(length=150, topk=30, dim=64, kv_format="int8", gate=True, decades=decades, seed=seed)
+        case.check(*run(case, mma884(splits, 32, 2)))
+
+
+@volta_only
+@pytest.mark.parametrize("splits", [1, 2])
+def test_values_of_zero_count_as_tokens(splits: int) -> None:
+    case = make_case(dim=64, kv_format="int8")
+    assert case.inputs.v_token_scales is not None
+    case.inputs.v_pages.zero_()
+    case.inputs.v_token_scales.fill_(torch.finfo(torch.float32).tiny)
+    out, lse = run(case, mma884(splits, 32, 2))
+    assert (out == 0).all()
+    torch.testing.assert_close(lse.double(), case.expected_lse, rtol=1e-5, atol=2e-5)
+
+
+@volta_only
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", ["k_token_scales", "v_token_scales"])
+def test_nan_scales_reach_the_rows_that_see_their_token(name: str, splits: int) -> None:
+    """The last token, which the last row alone sees. (Other rows' outputs get 0 times a NaN of V.)"""
+    case = make_case(length=78, dim=64, kv_format="int8")
+    inputs, last = case.inputs, 77
+    scales = getattr(inputs, name)
+    scales[inputs.block_tables[0, last // 16], :, last % 16] = torch.nan
+    out, lse = run(case, mma884(splits, 32, 2))
+    assert out[3].isnan().all()
+    torch.testing.assert_close(lse[:3].double(), case.expected_lse[:3], rtol=1e-5, atol=2e-5)
+    if name == "k_token_scales":
+        assert_near(out[:3], case.expected[:3], case.magnitude[:3])
 
 
 @hopper_only
@@ -377,7 +427,7 @@ def test_wgmma_compiles_without_spills_or_detours(
         (12, 4, 64, mma884(4, 32, 2)),
     ],
 )
-@pytest.mark.parametrize("kv_format", GLUON_FORMATS)
+@pytest.mark.parametrize("kv_format", formats_of("mma884"))
 def test_mma884_compiles_without_spills_or_detours(
     group: int, rows: int, dim: int, kv_format: str, config: GluonConfig
 ) -> None:

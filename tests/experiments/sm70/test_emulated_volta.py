@@ -56,7 +56,7 @@ def machine_code(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterato
     assert not [race for run in (*runs, *others) for race in run.races]
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4"])
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4", "int8"])
 def test_attention_in_every_format(kv_format: str) -> None:
     attention.test_formats(attention.mma884(2, 32, 4), kv_format, False)
 
@@ -76,6 +76,10 @@ def test_attention_with_eight_warps() -> None:
 )
 def test_attention_of_other_shapes(kv_heads: int, group: int, rows: int, dim: int, config: Any) -> None:
     attention.test_heads_dimensions_and_warps(kv_heads, group, rows, dim, config, "e4m3")
+
+
+def test_attention_with_scales_of_any_size() -> None:
+    attention.test_scales_of_tokens_may_differ_by_any_factor(8.0, 3)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
