@@ -1,19 +1,25 @@
-"""Speculative decoding: requests, drafting, verification, generation, the acceptance round, calibration."""
+"""Speculative decoding: requests, decode steps, serving, generation, the acceptance round, calibration."""
 
 from .calibration import calibrate_scales
 from .engine import DecoderConfig, SpeculativeDecoder
-from .generation import Generation, GenerationStats, generate
+from .generation import Generation, generate
 from .metrics import acceptance_by_position, mean_acceptance, repeated_ngrams, tokens_per_step
 from .request import Phase, Request
 from .rounds import RoundResult, measure_rounds
+from .sampling import GREEDY, SamplingOptions
+from .serving import Served, Server, ServingStats
 
 __all__ = [
+    "GREEDY",
     "DecoderConfig",
     "Generation",
-    "GenerationStats",
     "Phase",
     "Request",
     "RoundResult",
+    "SamplingOptions",
+    "Served",
+    "Server",
+    "ServingStats",
     "SpeculativeDecoder",
     "acceptance_by_position",
     "calibrate_scales",

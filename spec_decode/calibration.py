@@ -46,8 +46,7 @@ def calibrate_scales(
         request = decoder.open(text)
         while request.computed < request.prompt_length:
             stop = min(request.computed + prefill_chunk, request.prompt_length)
-            decoder.advance([request], {}, {request.row: stop})
-            decoder.draft([request], 0)
+            decoder.prefill({request: stop})
         caches = list(decoder.cache.qsa)
         if decoder.cache.draft is not None:
             assert isinstance(decoder.cache.draft.mixer, QSALayerCache)

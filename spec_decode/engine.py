@@ -1,22 +1,27 @@
-"""The steps of speculative decoding over a batch: target rows, draft rows, verification."""
+"""A model, its cache, and the requests in it: prefill and decode steps over a batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from page4.kernels.errors import InputError
-from page4.kernels.mtp_verify import verify_greedy_reference
 from page4.kvcache import CacheConfig, KVScales, get_format
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 
+from .choosing import Chooser
+from .decode_state import DecodeState
+from .decode_step import DecodeStep, StepShape
 from .request import Phase, Request
+from .sampling import GREEDY, SamplingOptions
+from .step_runner import StepRunner
 
 MAX_DRAFT_TOKENS = 7  # a decode step has at most 8 rows per request
+MAX_IN_FLIGHT = 2  # steps launched before the outcome of the first is known
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class DecoderConfig:
         prefill_chunk: prompt tokens a request advances by in one step.
         max_length: tokens one request may reach, prompt and output together.
         max_requests: requests decoded at the same time.
+        max_tokens: tokens that all requests may hold together; by default, ``max_length`` each.
+        cuda_graphs: replay captured decode steps where the backend allows it.
 
     Raises:
         InputError: a field is out of range or names no format.
@@ -42,6 +49,8 @@ class DecoderConfig:
     prefill_chunk: int = 2048
     max_length: int = 4096
     max_requests: int = 1
+    max_tokens: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         get_format(self.kv_format)
@@ -49,31 +58,60 @@ class DecoderConfig:
             get_format(self.draft_kv_format)
         if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens is {self.num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
-        for name in ("prefill_chunk", "max_length", "max_requests"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name in ("prefill_chunk", "max_length", "max_requests", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}, expected at least 1")
+
+    @property
+    def rows_ahead(self) -> int:
+        """Tokens beyond a request's position that one decode step may write: its rows, then its drafts."""
+        return self.num_draft_tokens + max(1, self.num_draft_tokens)
+
+    @property
+    def overrun(self) -> int:
+        """Tokens beyond a request's last one that steps may write before they know that it is the last."""
+        return (MAX_IN_FLIGHT - 1) * (self.num_draft_tokens + 1) + self.rows_ahead
 
     def cache_config(self) -> CacheConfig:
-        """The cache these choices need; drafted rows run past ``max_length`` by up to K + 1 tokens."""
+        """The cache these choices need."""
         exact = "fp32" in (self.kv_format, self.draft_kv_format or self.kv_format)
+        longest = self.max_length + self.overrun
+        tokens = self.max_requests * longest if self.max_tokens is None else self.max_tokens
         return CacheConfig(
             kv_format=self.kv_format,
             draft_kv_format=self.draft_kv_format,
             scales=self.scales,
             num_draft_tokens=self.num_draft_tokens,
             max_requests=self.max_requests,
-            max_tokens=self.max_requests * (self.max_length + self.num_draft_tokens + 1),
+            max_tokens=tokens,
+            max_request_tokens=longest,
             index_dtype=torch.float32 if exact else torch.float16,
         )
 
 
-class SpeculativeDecoder:
-    """A model, its cache, and one step's worth of everything that happens between them.
+@dataclass(frozen=True)
+class StepInFlight:
+    """A decode step that was launched.
 
-    A step of a decoding request: verify the rows ``[last token, d1..dK]``, accept the longest prefix that the
-    target's argmax confirms, emit it and one further token of the target's own, then draft K tokens from the
-    accepted rows. Draft step 0 reads the target's streams, steps 1..K-1 the draft's own; the rows those wrote
-    are written again, from true streams, by the next step 0.
+    Attributes:
+        requests: by lane, None for padding.
+        result: int64 ``[B, T + 1]`` on the host, valid once ``done``; see :meth:`DecodeStep.run`.
+        done: None: it is.
+    """
+
+    requests: tuple[Request | None, ...]
+    result: Tensor
+    done: torch.cuda.Event | None
+
+
+class SpeculativeDecoder:
+    """Runs requests, one call for each step of a batch.
+
+    A prompt is prefilled but for its last token, which the first decode step takes: so every token a request
+    emits comes from a decode step, and between steps the draft layer is never behind the target. Decode steps
+    are launched (:meth:`launch`) and their outcome read later (:meth:`collect`), after the next one was
+    launched if the caller likes, so that the device need not wait for the host.
     """
 
     def __init__(self, model: Qwen4ExpForCausalLM, config: DecoderConfig) -> None:
@@ -85,13 +123,25 @@ class SpeculativeDecoder:
         self.model = model
         self.config = config
         self.cache = model.new_cache(config.cache_config())
+        rows, drafts, vocabulary = config.max_requests, config.num_draft_tokens, model.config.vocab_size
+        self.state = DecodeState(rows, drafts, model.config.ngram_size - 1, vocabulary, model.device)
+        chooser = Chooser.of(model.backend, rows, drafts, vocabulary, model.device)
+        step = DecodeStep(model, self.cache, self.state, chooser)
+        self.runner = StepRunner(step, rows, config.max_length + config.overrun, config.cuda_graphs)
+        self._lanes: list[Request | None] = [None] * rows
 
-    def open(self, tokens: Sequence[int]) -> Request:
+    def open(self, tokens: Sequence[int], sampling: SamplingOptions = GREEDY) -> Request:
         """Takes a cache row for a new request over ``tokens``.
 
         Raises:
-            InputError: the prompt is empty, holds an id outside the vocabulary, or is too long.
+            InputError: the prompt is empty, holds an id outside the vocabulary, or is too long, or the
+                request may emit none but tokens outside the vocabulary.
         """
+        self.check(tokens, sampling)
+        return Request(self.cache.open(), list(tokens), len(tokens), sampling)
+
+    def check(self, tokens: Sequence[int], sampling: SamplingOptions = GREEDY) -> None:
+        """Refuses what :meth:`open` refuses."""
         vocabulary = self.model.config.vocab_size
         if not tokens:
             raise InputError("the prompt is empty, expected at least one token")
@@ -99,139 +149,124 @@ class SpeculativeDecoder:
             raise InputError(f"the prompt holds a token id outside 0..{vocabulary - 1}")
         if len(tokens) > self.config.max_length:
             raise InputError(f"the prompt has {len(tokens)} tokens, max_length is {self.config.max_length}")
-        return Request(row=self.cache.open(), tokens=list(tokens), prompt_length=len(tokens))
+        sampling.allowed_words(vocabulary)
 
     def close(self, request: Request) -> None:
-        """Frees the request's row and pages."""
+        """Frees the request's row and pages.
+
+        Steps in flight may still write there; whoever gets them next writes later.
+        """
         request.phase = Phase.FINISHED
-        request.undrafted = None
+        self._lanes = [None if held is request else held for held in self._lanes]
         self.cache.close(request.row)
 
-    def advance(
-        self, requests: Sequence[Request], drafts: dict[int, list[int]], prefill_to: dict[int, int]
-    ) -> dict[int, Tensor]:
-        """One target step over all requests.
+    def prefill(self, stops: Mapping[Request, int]) -> None:
+        """One step of prefilling requests, each up to the given number of its tokens.
 
-        Args:
-            drafts: for decoding requests (by cache row), the drafts to verify after its last token
-                (-1: none).
-            prefill_to: for prefilling requests (by cache row), the length to reach.
-        Returns:
-            By cache row, target logits ``[rows, V]`` of a decoding request, or ``[1, V]`` of the last row
-            of a prefilling one. The recurrent slot to read next is set for prefilling requests only; a
-            decoding one needs its number of accepted drafts first.
+        The draft layer sees the same rows, but for that of a request's very last token, as long as it is not
+        known what follows it.
         """
-        segments = []
-        for request in requests:
-            decode = request.phase is Phase.DECODE
-            if decode:
-                # Where nothing was drafted (-1), any token serves: verification ends the prefix before it.
-                ids = request.tokens[request.computed :] + [max(d, 0) for d in drafts[request.row]]
-            else:
-                ids = request.tokens[request.computed : prefill_to[request.row]]
-            self.cache.reserve(request.row, request.computed + len(ids))
-            segments.append(
-                Segment(
-                    request=request.row,
-                    position=request.computed,
-                    token_ids=torch.tensor(ids),
-                    preceding=self.model.preceding(request.tokens, request.computed),
-                    decode=decode,
-                    read_slot=request.read_slot,
-                )
-            )
+        if not stops:
+            return
+        segments, following = [], []
+        for request, stop in stops.items():
+            self.cache.reserve(request.row, stop)
+            start = request.computed
+            preceding = self.model.preceding(request.tokens, start)
+            ids = torch.tensor(request.tokens[start : stop + 1])
+            segments.append(Segment(request.row, start, ids[: stop - start], preceding, decode=False))
+            if len(ids) > 1:
+                following.append(Segment(request.row, start, ids[1:], (), decode=False))
+            request.computed = stop
         batch = RowBatch.pack(segments, self.model.device)
         streams = self.model.forward_rows(batch, self.cache)
-        wanted = []
-        for request in requests:
-            rows = batch.rows(request.row)
-            wanted.append(
-                streams[rows] if request.phase is Phase.DECODE else streams[rows.stop - 1 : rows.stop]
-            )
-            new = streams[rows]
-            if request.phase is Phase.PREFILL:
-                request.computed += new.shape[0]
-                request.read_slot = 0
-            kept = request.undrafted
-            request.undrafted = new if kept is None else torch.cat([kept, new])
-        logits = self.model.logits(torch.cat(wanted)).split([w.shape[0] for w in wanted])
-        return {request.row: rows for request, rows in zip(requests, logits, strict=True)}
+        if self.config.num_draft_tokens == 0 or not following:
+            return
+        drafting = RowBatch.pack(following, self.model.device)
+        parts = [streams[batch.rows(s.request)][: s.length] for s in drafting.segments]
+        self.model.draft_rows(drafting, torch.cat(parts), self.cache)
 
-    def accept(self, request: Request, drafts: list[int], target_tokens: Tensor) -> list[int]:
-        """Greedy verification of one decoding request's rows.
+    def start(self, request: Request) -> None:
+        """From prefill to decode: all tokens but the last one are computed.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if request.computed != len(request.tokens) - 1:
+            raise RuntimeError(f"{request.computed} of {len(request.tokens)} tokens are prefilled")
+        history = self.model.preceding(request.tokens, request.computed)
+        self.state.begin(request.row, request.tokens[-1], request.computed, history, request.sampling)
+        if request.sampling.samples_drafts and self.config.num_draft_tokens:
+            self.state.distributions(self.model.dtype)
+        request.phase = Phase.DECODE
+        request.drafted = False
+
+    def launch(
+        self, requests: Sequence[Request], rows: int | None = None, drafts: int | None = None
+    ) -> StepInFlight:
+        """Launches a decode step of requests; at most :data:`MAX_IN_FLIGHT` may be in flight.
 
         Args:
-            drafts: d1..dK as verified. target_tokens: ``[K+1]``, the target's argmax after each row.
-        Returns:
-            The emitted tokens: accepted drafts and one token of the target's own.
+            rows: of each request; all K + 1 by default. Fewer leave later drafts unverified.
+            drafts: to be drafted; K by default.
         """
-        accepted, emitted = verify_greedy_reference(
-            target_tokens[None].cpu(), torch.tensor([drafts], dtype=torch.int64)
-        )
-        count = int(accepted[0])
-        tokens = emitted[0, : count + 1].tolist()
-        assert request.undrafted is not None
-        old = request.undrafted.shape[0] - (len(drafts) + 1)
-        request.undrafted = request.undrafted[: old + count + 1]
-        request.computed += count + 1
-        request.read_slot = count
-        request.tokens.extend(tokens)
-        request.accepted.append(count)
-        return tokens
-
-    def draft(self, requests: Sequence[Request], tokens: int) -> dict[int, list[int]]:
-        """Feeds the draft layer all rows whose next token is known, then drafts greedily.
-
-        Args:
-            tokens: how many to draft; 0 only brings the draft's caches up to date (prefill).
-        Returns:
-            By cache row, the drafts.
-        """
-        drafts: dict[int, list[int]] = {request.row: [] for request in requests}
-        if self.model.mtp is None or self.config.num_draft_tokens == 0:
-            for request in requests:
-                request.undrafted = None
-            return drafts
-        segments, parts = [], {}
+        shape = self.shape(requests, rows, drafts)
         for request in requests:
-            first = request.computed - (0 if request.undrafted is None else request.undrafted.shape[0])
-            known = min(len(request.tokens) - 1, request.computed) - first
-            if request.undrafted is None or known < 1:
+            self.cache.reserve(request.row, self._bound(request))
+        held = self._assign(requests, shape.lanes)
+        result = self.runner.run([-1 if request is None else request.row for request in held], shape)
+        done = None
+        if result.device.type == "cuda":
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = host.copy_(result, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        for request in requests:
+            request.in_flight += 1
+        return StepInFlight(tuple(held), result, done)
+
+    def collect(self, step: StepInFlight) -> dict[Request, list[int]]:
+        """Waits for a step; the emitted tokens of its requests, but for those that have finished since.
+
+        Raises:
+            InputError: a request has no token to emit.
+        """
+        if step.done is not None:
+            step.done.synchronize()
+        emitted = {}
+        for request, (count, *tokens) in zip(step.requests, step.result.tolist(), strict=True):
+            if request is None:
                 continue
-            decode = request.phase is Phase.DECODE and known <= MAX_DRAFT_TOKENS + 1
-            ids = torch.tensor(request.tokens[first + 1 : first + 1 + known])
-            segments.append(Segment(request.row, first, ids, (), decode))
-            parts[request.row] = request.undrafted[:known]
-            rest = request.undrafted[known:]
-            request.undrafted = rest if rest.shape[0] else None
-        for step in range(max(1, tokens)):
-            if not segments:
-                break
-            batch = RowBatch.pack(segments, self.model.device)
-            streams = self.model.draft_rows(
-                batch, torch.cat([parts[s.request] for s in batch.segments]), self.cache
-            )
-            if tokens == 0:
-                break
-            ends = torch.tensor(
-                [batch.rows(s.request).stop - 1 for s in batch.segments], device=streams.device
-            )
-            last = streams[ends]
-            picked = self.model.draft_logits(last).argmax(-1).tolist()
-            parts = {s.request: last[i : i + 1] for i, s in enumerate(batch.segments)}
-            following = []
-            for segment, token in zip(batch.segments, picked, strict=True):
-                drafts[segment.request].append(token)
-                position = segment.position + segment.length
-                if step + 1 < tokens:
-                    self.cache.reserve(segment.request, position + 1)
-                following.append(Segment(segment.request, position, torch.tensor([token]), (), decode=True))
-            segments = following
-        return drafts
+            request.in_flight -= 1
+            if request.phase is not Phase.DECODE:
+                continue
+            new = tokens[: count + 1]
+            if new[-1] < 0:
+                raise InputError("no token can follow: the logits are not finite, or none is allowed")
+            request.tokens.extend(new)
+            request.computed += len(new)
+            if request.drafted:
+                request.accepted.append(count)
+            request.drafted = True
+            emitted[request] = new
+        return emitted
 
-    def rewind(self, request: Request, to: Request) -> None:
-        """Puts a request back where :func:`copy_of` found it; K/V rows beyond are rewritten later."""
-        request.__dict__.update(to.__dict__)
+    def shape(
+        self, requests: Sequence[Request], rows: int | None = None, drafts: int | None = None
+    ) -> StepShape:
+        """The shape of :meth:`launch`."""
+        lanes, longest = self.runner.bucket(len(requests), max(map(self._bound, requests)))
+        masked = any(r.sampling.allowed_tokens is not None for r in requests)
+        return StepShape(
+            lanes=lanes,
+            longest=longest,
+            rows=self.config.num_draft_tokens + 1 if rows is None else rows,
+            drafts=self.config.num_draft_tokens if drafts is None else drafts,
+            samples=masked or any(r.sampling.samples for r in requests),  # decides what the reference runs
+            samples_drafts=any(r.sampling.samples_drafts for r in requests)
+            and self.config.num_draft_tokens > 0,
+            masked=masked,
+        )
 
     def now(self) -> float:
         """Seconds, after the device has finished what was asked of it."""
@@ -239,7 +274,28 @@ class SpeculativeDecoder:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
+    def _bound(self, request: Request) -> int:
+        """Tokens that a request may hold after the next step, whatever the steps in flight accept."""
+        ahead = request.in_flight * (self.config.num_draft_tokens + 1)
+        return request.computed + ahead + self.config.rows_ahead
 
-def copy_of(request: Request) -> Request:
-    """A request as it stands: token lists are copied, tensors, never written to, are shared."""
-    return replace(request, tokens=list(request.tokens), accepted=list(request.accepted))
+    def _assign(self, requests: Sequence[Request], lanes: int) -> list[Request | None]:
+        """Lanes of a step; requests keep theirs where they can, else their draft distributions move along."""
+        before = {request: lane for lane, request in enumerate(self._lanes) if request is not None}
+        held: list[Request | None] = [None] * len(self._lanes)
+        waiting = []
+        for request in requests:
+            lane = before.get(request, lanes)
+            if lane < lanes:
+                held[lane] = request
+            else:
+                waiting.append(request)
+        free = (lane for lane in range(lanes) if held[lane] is None)
+        moves = []
+        for request, lane in zip(waiting, free, strict=False):
+            held[lane] = request
+            if request in before:
+                moves.append((before[request], lane))
+        self.state.move_lanes(moves)
+        self._lanes = held
+        return held[:lanes]

@@ -5,40 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from torch import Tensor
+from .sampling import GREEDY, SamplingOptions
 
 
 class Phase(Enum):
-    """What a request does in the next step. Set by the generation loop, never inferred from a row count."""
+    """What a request does in the next step. Set by who runs the steps, never inferred from a row count."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """Tokens of one sequence and how far the caches have got with them.
+    """Tokens of one sequence and how far the caches have got with them, as the host knows it.
 
     Attributes:
         row: the request's row in the cache.
         tokens: prompt and everything emitted so far.
         prompt_length: tokens that belong to the prompt.
+        sampling: how tokens are chosen.
         phase: see :class:`Phase`.
         computed: tokens whose K/V and states are in the target's caches.
-        read_slot: recurrent slot that holds the state after ``computed`` tokens.
-        undrafted: target streams ``[m, S*H]`` of the last m computed rows, which the draft layer has not
-            seen; a row can be drafted once the token after it is known.
+        in_flight: decode steps that run and whose outcome is not known yet.
+        drafted: whether the next step to be known verifies drafts; the first one of a request has none.
         accepted: drafts accepted in each verification.
     """
 
     row: int
     tokens: list[int]
     prompt_length: int
+    sampling: SamplingOptions = GREEDY
     phase: Phase = Phase.PREFILL
     computed: int = 0
-    read_slot: int = 0
-    undrafted: Tensor | None = None
+    in_flight: int = 0
+    drafted: bool = False
     accepted: list[int] = field(default_factory=list)
 
     @property

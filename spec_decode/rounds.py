@@ -15,7 +15,7 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
-from .engine import SpeculativeDecoder, copy_of
+from .engine import SpeculativeDecoder
 from .request import Phase, Request
 
 
@@ -26,7 +26,8 @@ class RoundResult:
     Attributes:
         prefix_lengths: the R prefixes, tokens.
         accepted: ``[B, R]`` int64, drafts accepted, 0..K.
-        prefill_tokens, prefill_seconds: target and draft prefill of all texts up to the first prefix.
+        prefill_tokens, prefill_seconds: target and draft prefill of all texts up to the first prefix, but for
+            its last token, which the first round takes.
         round_seconds: wall time of each round (draft and verification) of the whole batch.
     """
 
@@ -65,53 +66,47 @@ def measure_rounds(
         for text in texts:
             requests.append(decoder.open(text[: prefixes[-1]]))
         start = decoder.now()
-        logits = _read(decoder, requests, prefixes[0])
+        _read(decoder, requests, prefixes[0] - 1)
         prefill_seconds = decoder.now() - start
         accepted, seconds = [], []
-        for i, prefix in enumerate(prefixes):
-            if i:
-                logits = _read(decoder, requests, prefix)
-            start = decoder.now()
-            accepted.append(_round(decoder, requests, logits))
-            seconds.append(decoder.now() - start)
+        for prefix in prefixes:
+            _read(decoder, requests, prefix - 1)
+            counts, elapsed = _round(decoder, requests)
+            accepted.append(counts)
+            seconds.append(elapsed)
     finally:
         for request in requests:
             decoder.close(request)
-    return RoundResult(
-        prefixes, torch.tensor(accepted).T.contiguous(), len(texts) * prefixes[0], prefill_seconds, seconds
-    )
+    prefilled = len(texts) * (prefixes[0] - 1)
+    return RoundResult(prefixes, torch.tensor(accepted).T.contiguous(), prefilled, prefill_seconds, seconds)
 
 
-def _read(decoder: SpeculativeDecoder, requests: Sequence[Request], length: int) -> dict[int, Tensor]:
-    """Prefills real text up to ``length``; the draft layer stays a row behind, its next token open."""
-    logits: dict[int, Tensor] = {}
-    texts = [request.tokens for request in requests]
+def _read(decoder: SpeculativeDecoder, requests: Sequence[Request], length: int) -> None:
+    """Prefills real text up to ``length`` tokens."""
     while requests[0].computed < length:
         stop = min(requests[0].computed + decoder.config.prefill_chunk, length)
-        logits = decoder.advance(requests, {}, {r.row: stop for r in requests})
-        for request, text in zip(requests, texts, strict=True):
-            request.tokens = text[:stop]
-        decoder.draft(requests, 0)
-        for request, text in zip(requests, texts, strict=True):
-            request.tokens = text
-    return logits
+        decoder.prefill(dict.fromkeys(requests, stop))
 
 
-def _round(decoder: SpeculativeDecoder, requests: Sequence[Request], logits: dict[int, Tensor]) -> list[int]:
-    """Accepted drafts of a round per request; leaves all as it was, but for rows that are rewritten."""
-    before = [copy_of(request) for request in requests]
+def _round(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> tuple[list[int], float]:
+    """Accepted drafts of a round per request, and its seconds; leaves all as it was.
+
+    Two decode steps: one takes the prefix's last token and drafts, the next one verifies.
+    """
+    texts, computed = [request.tokens for request in requests], requests[0].computed
     states = [decoder.cache.snapshot(request.row) for request in requests]
-    next_tokens = torch.stack([logits[request.row][-1] for request in requests]).argmax(-1).tolist()
-    for request, next_token in zip(requests, next_tokens, strict=True):
-        request.tokens = [*request.tokens[: request.computed], next_token]
-        request.phase = Phase.DECODE
-    drafts = decoder.draft(requests, decoder.config.num_draft_tokens)
-    verified = decoder.advance(requests, drafts, {})
-    counts = []
     for request in requests:
-        decoder.accept(request, drafts[request.row], verified[request.row].argmax(-1))
-        counts.append(request.accepted[-1])
-    for request, old, state in zip(requests, before, states, strict=True):
-        decoder.rewind(request, old)
+        request.tokens = request.tokens[: computed + 1]
+        decoder.start(request)
+    drafts = decoder.config.num_draft_tokens
+    for rows, drafted in ((1, drafts), (drafts + 1, 0)):
+        decoder.runner.prepare(decoder.shape(requests, rows, drafted))
+    start = decoder.now()
+    decoder.collect(decoder.launch(requests, rows=1))
+    decoder.collect(decoder.launch(requests, drafts=0))
+    seconds = decoder.now() - start
+    counts = [request.accepted.pop() for request in requests]
+    for request, text, state in zip(requests, texts, states, strict=True):
+        request.tokens, request.computed, request.phase = text, computed, Phase.PREFILL
         decoder.cache.restore(request.row, state)
-    return counts
+    return counts, seconds

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pytest
+import torch
 
 from page4.model import Qwen4ExpForCausalLM
-from page4.spec_decode import DecoderConfig, Phase, Request, SpeculativeDecoder
+from page4.spec_decode import DecoderConfig, Request, SpeculativeDecoder
+from page4.spec_decode.engine import StepInFlight
 from tests.oracle.tiny import agreeable_model
 from tests.spec_decode.reference import continuation
 
@@ -53,23 +55,21 @@ def force_drafts(model: Qwen4ExpForCausalLM, monkeypatch: pytest.MonkeyPatch) ->
     def force(
         prompts: Sequence[tuple[int, ...]], right: Callable[[int], int], wrong: int | None = None
     ) -> None:
-        original = SpeculativeDecoder.draft
+        original = SpeculativeDecoder.collect
         known = {prompt: continuation(model, prompt, 40) for prompt in prompts}
 
-        def draft(self: SpeculativeDecoder, requests: Sequence[Request], tokens: int) -> dict[int, list[int]]:
-            drafts = original(self, requests, tokens)
-            for request in requests:
-                if request.phase is not Phase.DECODE or not tokens:
-                    continue
+        def collect(self: SpeculativeDecoder, step: StepInFlight) -> dict[Request, list[int]]:
+            emitted = original(self, step)
+            for request in emitted:
                 future = known[tuple(request.tokens[: request.prompt_length])]
                 done = len(request.emitted)
-                proposal = future[done : done + tokens]
+                proposal = future[done : done + self.config.num_draft_tokens]
                 bad = right(len(request.accepted))
-                if bad < tokens:
+                if bad < len(proposal):
                     proposal[bad] = (proposal[bad] + 1) % model.config.vocab_size if wrong is None else wrong
-                drafts[request.row] = proposal
-            return drafts
+                self.state.drafts[request.row] = torch.tensor(proposal)
+            return emitted
 
-        monkeypatch.setattr(SpeculativeDecoder, "draft", draft)
+        monkeypatch.setattr(SpeculativeDecoder, "collect", collect)
 
     return force

@@ -95,7 +95,7 @@ def test_no_value_of_the_calibration_texts_saturates() -> None:
     scales = calibrate_scales(model, TEXTS[:1])
     decoder = SpeculativeDecoder(model, DecoderConfig(kv_format="e4m3", scales=scales, max_length=64))
     request = decoder.open(TEXTS[0])
-    decoder.advance([request], {}, {request.row: len(TEXTS[0])})
+    decoder.prefill({request: len(TEXTS[0])})
     first = decoder.cache.qsa[0]
     for pages in (first.k_pages, first.v_pages):
         magnitude = pages & 0x7F

@@ -14,28 +14,24 @@ from tests.spec_decode.conftest import Build, Forcing
 from tests.spec_decode.reference import naive_drafts, safe_prompt
 
 
-def start(decoder: SpeculativeDecoder, prompt: tuple[int, ...]) -> tuple[Request, list[int]]:
-    """A request after its prefill, with the first drafts."""
+def start(decoder: SpeculativeDecoder, prompt: tuple[int, ...]) -> Request:
+    """A request after its prefill and the first step, which drafts."""
     request = decoder.open(prompt)
-    while request.computed < request.prompt_length:
-        stop = min(request.computed + decoder.config.prefill_chunk, request.prompt_length)
-        logits = decoder.advance([request], {}, {request.row: stop})
-        if request.computed < request.prompt_length:
-            decoder.draft([request], 0)
-    request.phase = Phase.DECODE
-    request.tokens.append(int(logits[request.row][-1].argmax()))
-    return request, draft(decoder, request)
+    while request.computed < request.prompt_length - 1:
+        stop = min(request.computed + decoder.config.prefill_chunk, request.prompt_length - 1)
+        decoder.prefill({request: stop})
+    decoder.start(request)
+    step(decoder, request)
+    return request
 
 
-def draft(decoder: SpeculativeDecoder, request: Request) -> list[int]:
-    return decoder.draft([request], decoder.config.num_draft_tokens)[request.row]
+def step(decoder: SpeculativeDecoder, *requests: Request) -> None:
+    decoder.collect(decoder.launch(requests))
 
 
-def step(decoder: SpeculativeDecoder, request: Request, drafts: list[int]) -> list[int]:
-    """One verification; returns the drafts for the next."""
-    logits = decoder.advance([request], {request.row: drafts}, {})
-    decoder.accept(request, drafts, logits[request.row].argmax(-1))
-    return draft(decoder, request)
+def drafts(decoder: SpeculativeDecoder, request: Request) -> list[int]:
+    """What the next step verifies."""
+    return decoder.state.drafts[request.row].tolist()
 
 
 @pytest.mark.parametrize("chunk", [5, 16, 64])
@@ -45,10 +41,10 @@ def test_drafts_are_those_of_the_head_run_from_nothing(
 ) -> None:
     """After the prefill and after every step, whatever was accepted: no stale row is ever read."""
     engine = decoder(num_draft_tokens, prefill_chunk=chunk)
-    request, drafts = start(engine, safe_prompt(model, 27, 24))
+    request = start(engine, safe_prompt(model, 27, 24))
     for _ in range(6):
-        assert drafts == naive_drafts(model, request.tokens, num_draft_tokens)
-        drafts = step(engine, request, drafts)
+        assert drafts(engine, request) == naive_drafts(model, request.tokens, num_draft_tokens)
+        step(engine, request)
     assert len(set(request.accepted)) > 1
 
 
@@ -64,16 +60,15 @@ def test_draft_rows_of_rejected_tokens_are_written_again(
     prompt = safe_prompt(model, 27, 24)
     force_drafts([prompt], lambda step: (0, num_draft_tokens, 1)[step % 3])
     engine = decoder(num_draft_tokens)
-    request, drafts = start(engine, prompt)
+    request = start(engine, prompt)
     while len(request.emitted) < 20:
-        drafts = step(engine, request, drafts)
+        step(engine, request)
     assert {0, num_draft_tokens} <= set(request.accepted)
 
     forced = decoder(num_draft_tokens, prefill_chunk=128)
     known = request.computed
     fresh = forced.open(request.tokens[: known + 1])
-    forced.advance([fresh], {}, {fresh.row: known})
-    forced.draft([fresh], 0)
+    forced.prefill({fresh: known})
 
     ours, theirs = draft_layer(engine), draft_layer(forced)
     for a, b in zip(stored(ours, request.row, known), stored(theirs, fresh.row, known), strict=True):
@@ -97,32 +92,38 @@ def stored(layer: QSALayerCache, row: int, length: int) -> list[torch.Tensor]:
 
 
 def test_a_batch_drafts_what_each_request_drafts_alone(model: Qwen4ExpForCausalLM, decoder: Build) -> None:
-    prompts = [safe_prompt(model, length, 24) for length in (3, 17, 30)]
     engine = decoder(3, max_requests=3)
-    started = [start(engine, prompt) for prompt in prompts]
-    requests = [request for request, _ in started]
-    drafts = {request.row: proposal for request, proposal in started}
+    requests = [start(engine, safe_prompt(model, length, 24)) for length in (3, 17, 30)]
     for _ in range(4):
         for request in requests:
-            assert drafts[request.row] == naive_drafts(model, request.tokens, 3)
-        logits = engine.advance(requests, drafts, {})
-        for request in requests:
-            engine.accept(request, drafts[request.row], logits[request.row].argmax(-1))
-        drafts = engine.draft(requests, 3)
+            assert drafts(engine, request) == naive_drafts(model, request.tokens, 3)
+        step(engine, *requests)
 
 
-def test_a_request_knows_how_far_its_caches_are(model: Qwen4ExpForCausalLM, decoder: Build) -> None:
+def test_host_and_device_agree_how_far_a_request_is(model: Qwen4ExpForCausalLM, decoder: Build) -> None:
     engine = decoder(3)
-    request, drafts = start(engine, safe_prompt(model, 27, 24))
+    request = start(engine, safe_prompt(model, 27, 24))
+    assert request.accepted == [], "the first step had nothing to verify"
     for _ in range(5):
         assert request.computed == len(request.tokens) - 1, "all but the newest token"
-        assert request.undrafted is None, "the draft layer has caught up"
         before = len(request.tokens)
-        drafts = step(engine, request, drafts)
-        assert request.read_slot == request.accepted[-1]
+        step(engine, request)
+        state = engine.state.of(torch.tensor([request.row]))
+        assert int(state.computed) == request.computed
+        assert int(state.tokens[0, 0]) == request.tokens[-1]
+        assert state.history[0].tolist() == request.tokens[-3:-1]
+        assert int(state.read_slots) == request.accepted[-1]
         assert len(request.tokens) == before + request.accepted[-1] + 1
     engine.close(request)
     assert request.phase is Phase.FINISHED
+
+
+def test_decoding_starts_where_the_prefill_ends(decoder: Build) -> None:
+    engine = decoder(3)
+    request = engine.open([1, 2, 3])
+    engine.prefill({request: 1})
+    with pytest.raises(RuntimeError, match="1 of 3 tokens are prefilled"):
+        engine.start(request)
 
 
 def test_a_decoder_without_speculation_never_runs_the_head(
@@ -130,9 +131,9 @@ def test_a_decoder_without_speculation_never_runs_the_head(
 ) -> None:
     monkeypatch.setattr(Qwen4ExpForCausalLM, "draft_rows", None)
     engine = decoder(0)
-    request, drafts = start(engine, safe_prompt(model, 27, 24))
-    assert drafts == []
-    assert step(engine, request, drafts) == []
+    request = start(engine, safe_prompt(model, 27, 24))
+    assert drafts(engine, request) == []
+    step(engine, request)
     assert len(request.emitted) == 2
 
 

@@ -185,7 +185,7 @@ def formats(target: str, draft: str | None) -> dict[str, Any]:
 def test_wrong_requests_are_refused(decoder: Build) -> None:
     for prompts, new, message in (
         ([[1, 2]], 0, "max_new_tokens is 0, expected at least 1"),
-        ([[1], [1] * 100], 29, "prompt 1 has 100 tokens and 29 more are asked for, max_length is 128"),
+        ([[1], [1] * 100], 29, "prompt 1: the prompt has 100 tokens and 29 more are asked for, max_length"),
         ([[]], 5, "the prompt is empty, expected at least one token"),
         ([[1, 128]], 5, r"the prompt holds a token id outside 0..127"),
         ([[-1, 1]], 5, r"the prompt holds a token id outside 0..127"),

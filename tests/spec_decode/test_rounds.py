@@ -81,7 +81,7 @@ def test_shapes_and_timings(decoder: Build) -> None:
     result = measure(decoder(3, max_requests=3), TEXTS, [17, 40])
     assert result.prefix_lengths == [17, 40]
     assert result.accepted.shape == (3, 2)
-    assert result.prefill_tokens == 3 * 17
+    assert result.prefill_tokens == 3 * 16
     assert result.prefill_seconds > 0
     assert len(result.round_seconds) == 2
     assert all(seconds > 0 for seconds in result.round_seconds)

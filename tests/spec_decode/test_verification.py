@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from page4.model import Qwen4ExpForCausalLM
-from page4.spec_decode import engine, generate
+from page4.spec_decode import choosing, generate
 from tests.spec_decode.conftest import Build, Forcing
 from tests.spec_decode.reference import continuation, emitted, expected, run, safe_prompt
 
@@ -34,7 +34,7 @@ def test_all_drafts_accepted_emit_k_plus_1_tokens_a_step(
     prompt = safe_prompt(model, 17, NEW)
     force_drafts([prompt], lambda step: num_draft_tokens)
     (generation,) = run(decoder(num_draft_tokens), [prompt], NEW)
-    steps = -(-(NEW - 1) // (num_draft_tokens + 1))  # the first token comes from the prefill
+    steps = -(-(NEW - 1) // (num_draft_tokens + 1))  # the first token comes from a step without drafts
     assert generation.accepted == [num_draft_tokens] * steps
     assert generation.tokens == continuation(model, prompt, NEW)
 
@@ -53,8 +53,9 @@ def test_without_drafts_every_step_emits_one_token(model: Qwen4ExpForCausalLM, d
     prompt = safe_prompt(model, 17, NEW)
     generations, stats = generate(decoder(0), [prompt], NEW)
     assert generations[0].accepted == [0] * (NEW - 1)
+    # The first of them in the step that prefilled, too.
     assert stats.decode_tokens == len(stats.step_seconds) == NEW - 1
-    assert stats.prefill_tokens == 17
+    assert stats.prefill_tokens == 16, "the last one of the prompt is a decode step's"
 
 
 def test_comparing_with_plain_decoding_exposes_a_corrupted_verifier(
@@ -67,7 +68,7 @@ def test_comparing_with_plain_decoding_exposes_a_corrupted_verifier(
         return count, torch.cat([drafts, target_tokens[:, -1:]], dim=1)
 
     prompts = [safe_prompt(model, length, NEW) for length in LENGTHS]
-    monkeypatch.setattr(engine, "verify_greedy_reference", accept_all)
+    monkeypatch.setattr(choosing, "verify_greedy_reference", accept_all)
     generations = run(decoder(3, max_requests=4), prompts, NEW)
     assert {count for generation in generations for count in generation.accepted} == {3}
     assert emitted(generations) != [continuation(model, prompt, NEW) for prompt in prompts]

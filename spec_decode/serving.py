@@ -1,0 +1,210 @@
+"""Serving: requests join and leave a running batch at any step, and get their tokens as they come."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from page4.kernels.errors import InputError
+from page4.kvcache.pages import pages_for
+
+from .engine import SpeculativeDecoder, StepInFlight
+from .request import Phase, Request
+from .sampling import GREEDY, SamplingOptions
+
+OnTokens = Callable[["Served", list[int]], None]
+
+
+@dataclass(eq=False)
+class Served:
+    """A request as its client sees it.
+
+    Attributes:
+        prompt: its token ids.
+        max_new_tokens: tokens to emit at most.
+        stop_token_ids: ids that end it; the one that does is emitted.
+        sampling: how tokens are chosen.
+        on_tokens: called with new tokens, at least one, as soon as they are known.
+        tokens: emitted so far.
+        accepted: drafts accepted in each verification.
+        finished: whether no more tokens follow.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingOptions = GREEDY
+    on_tokens: OnTokens | None = None
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and at most of the output."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass
+class ServingStats:
+    """Where the time went.
+
+    Attributes:
+        prefill_tokens, prefill_seconds: of all steps in which some request was prefilling.
+        step_seconds: wall time of each pure decode step (verification and drafting).
+        decode_tokens: tokens emitted by those steps, over all requests.
+    """
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    decode_tokens: int = 0
+
+
+class Server:
+    """Runs requests of a decoder in one batch.
+
+    A step prefills a chunk of every prompt that is not done and then decodes all that are. A request is
+    admitted, in order of arrival, when a row is free and the pages that it may need are neither taken nor
+    promised, so no request ever waits for pages once it runs.
+
+    Args:
+        decoder: nothing else uses it meanwhile.
+        overlap: launch a step before the outcome of the one before is read, so that the device does not wait
+            for the host. A request is found to be finished one step later then, and that step is discarded.
+            Default: on a GPU.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, overlap: bool | None = None) -> None:
+        self.decoder = decoder
+        self.overlap = decoder.model.device.type == "cuda" if overlap is None else overlap
+        self.stats = ServingStats()
+        self._waiting: deque[Served] = deque()
+        self._running: dict[Request, Served] = {}
+        self._in_flight: StepInFlight | None = None
+        self._since = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, served: Served) -> None:
+        """Queues a request; allowed at any time, also from a callback.
+
+        Raises:
+            InputError: the request can never run: its prompt or options are refused, or it may become longer
+                than ``max_length`` or the cache.
+        """
+        if served.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {served.max_new_tokens}, expected at least 1")
+        self.decoder.check(served.prompt, served.sampling)
+        limit = self.decoder.config.max_length
+        if served.length > limit:
+            raise InputError(
+                f"the prompt has {len(served.prompt)} tokens and {served.max_new_tokens} more are asked for, "
+                f"max_length is {limit}"
+            )
+        total = self.decoder.cache.tables.allocator.total
+        if self._pages(served) > total:
+            raise InputError(
+                f"the request may need {self._pages(served)} pages, the cache has {total}: raise max_tokens"
+            )
+        self._waiting.append(served)
+
+    def cancel(self, served: Served) -> None:
+        """Ends a request where it is."""
+        served.finished = True
+        if served in self._waiting:
+            self._waiting.remove(served)
+        for request, running in list(self._running.items()):
+            if running is served:
+                self._leave(request)
+
+    def step(self) -> None:
+        """One step of all requests."""
+        if not self._running and self._in_flight is None:
+            self._since = time.perf_counter()
+        self._admit()
+        prefilled = self._prefill()
+        decoding = [request for request in self._running if request.phase is Phase.DECODE]
+        launched = self.decoder.launch(decoding) if decoding else None
+        if self.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        emitted = 0
+        if launched is not None:
+            for request, tokens in self.decoder.collect(launched).items():
+                emitted += self._emit(request, tokens)
+        self._account(prefilled, emitted, collected=launched is not None)
+
+    def run(self) -> None:
+        """Steps until every request is finished."""
+        while self.busy:
+            self.step()
+        self._in_flight = None  # of finished requests alone
+
+    def close(self) -> None:
+        """Ends all requests."""
+        for served in [*self._waiting, *self._running.values()]:
+            self.cancel(served)
+        self._in_flight = None
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.decoder.config.max_requests:
+            promised = sum(map(self._pages, self._running.values()))
+            if promised + self._pages(self._waiting[0]) > self.decoder.cache.tables.allocator.total:
+                return
+            served = self._waiting.popleft()
+            self._running[self.decoder.open(served.prompt, served.sampling)] = served
+
+    def _prefill(self) -> int:
+        """Prefills a chunk of each unfinished prompt; returns the number of tokens."""
+        chunk = self.decoder.config.prefill_chunk
+        stops = {
+            request: min(request.computed + chunk, request.prompt_length - 1)
+            for request in self._running
+            if request.phase is Phase.PREFILL
+        }
+        before = sum(request.computed for request in stops)
+        self.decoder.prefill({r: stop for r, stop in stops.items() if stop > r.computed})
+        for request in stops:
+            if request.computed == request.prompt_length - 1:
+                self.decoder.start(request)
+        return sum(request.computed for request in stops) - before
+
+    def _emit(self, request: Request, tokens: list[int]) -> int:
+        """Hands out new tokens up to the request's end; returns their number."""
+        served = self._running[request]
+        new = tokens[: served.max_new_tokens - len(served.tokens)]
+        ends = [i for i, token in enumerate(new) if token in served.stop_token_ids]
+        if ends:
+            new = new[: ends[0] + 1]
+        served.tokens += new
+        served.accepted = request.accepted
+        if ends or len(served.tokens) == served.max_new_tokens:
+            served.finished = True
+            self._leave(request)
+        if served.on_tokens is not None:
+            served.on_tokens(served, new)
+        return len(new)
+
+    def _leave(self, request: Request) -> None:
+        del self._running[request]
+        self.decoder.close(request)
+
+    def _account(self, prefilled: int, emitted: int, collected: bool) -> None:
+        if not prefilled and not collected:
+            return
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        if prefilled:
+            self.stats.prefill_tokens += prefilled
+            self.stats.prefill_seconds += elapsed
+        else:
+            self.stats.step_seconds.append(elapsed)
+            self.stats.decode_tokens += emitted
+
+    def _pages(self, served: Served) -> int:
+        return pages_for(served.length + self.decoder.config.overrun)
