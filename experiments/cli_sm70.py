@@ -63,19 +63,29 @@ def predict(
     from page4.experiments.cli_study import result_folder, run_study
     from page4.experiments.config import load_config
     from page4.experiments.sm70.prediction.config import PredictConfig
-    from page4.kernels.errors import InputError
 
     config = load_config(PredictConfig, config_file, overrides or [], quick=quick, seed=seed)
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise InputError("page4 sm70 predict needs numba: pip install 'page4[sm70]'") from error
+    require_numba("page4 sm70 predict")
     from page4.experiments.sm70.prediction.study import run
 
     folder = result_folder(out, "sm70-predict", quick)
     summary = run_study("sm70 predict", run, config, folder, as_json)
     if summary["failed"]:
         raise typer.Exit(1)
+
+
+def require_numba(command: str) -> None:
+    """Refuse a command that predicts where the model of the GPU cannot run.
+
+    Raises:
+        InputError: numba is not installed.
+    """
+    from page4.kernels.errors import InputError
+
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"{command} needs numba: pip install 'page4[sm70]'") from error
 
 
 @app.callback()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,13 @@ class SampleStore:
             added[key] = {name: row[name] for name in self.columns}
         write_text(self.path, to_csv([*self._rows.values(), *added.values()], list(self.columns)))
         self._rows.update(added)
+
+    def remove(self, unwanted: Callable[[Row], bool]) -> None:
+        """Remove rows that do not count any more, and write the file if there were any."""
+        kept = {key: row for key, row in self._rows.items() if not unwanted(row)}
+        if len(kept) < len(self._rows):
+            write_text(self.path, to_csv(kept.values(), list(self.columns)))
+            self._rows = kept
 
     def _key_of(self, row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in self.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,24 +15,22 @@ from page4.experiments.autotune.space import gluon_candidates, plain_candidates
 from page4.experiments.kernel_cases import StepShape, attention_copies, unique_bytes
 from page4.kernels.block_plan import plan_capacity
 from page4.kernels.page4_attention_dispatch import default_attention_config
-from page4.kernels.page4_attention_gluon import GLUON_FORMATS, page4_attention_gluon
+from page4.kernels.page4_attention_gluon import page4_attention_gluon
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_triton import page4_attention_triton
 from page4.kernels.tunable import AttentionKey
 
 
 class AttentionProblem(Problem):
-    """Grouped attention in `gluon` or plain `triton`."""
+    """Grouped attention in `gluon` or plain `triton`, for the KV formats that it reads."""
 
-    def __init__(self, implementation: Literal["gluon", "triton"]) -> None:
-        self._implementation = implementation
+    def __init__(self, implementation: Literal["gluon", "triton"], formats: Sequence[str]) -> None:
+        self._implementation, self._formats = implementation, formats
         self.name = f"page4_attention_{implementation}"
 
     def possible(self, step: StepShape) -> bool:
         """Whether the kernel reads the step's format; what was measured with FP32 queries helps no one."""
-        return step.kv_format in GLUON_FORMATS or (
-            self._implementation == "triton" and step.kv_format != "fp32"
-        )
+        return step.kv_format in self._formats
 
     def key(self, step: StepShape) -> AttentionKey:
         """The key of the step's inputs."""

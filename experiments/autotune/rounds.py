@@ -13,7 +13,7 @@ from typing import Any
 
 from page4.experiments.autotune.choice import Trial
 
-_KEPT = 3  # tiles that are tried with every number of splits
+KEPT = 3  # tiles that are tried with every number of splits
 
 
 def tile_of(config: Any) -> Any:
@@ -31,17 +31,17 @@ def first_round(configs: Sequence[Any], default: Any) -> list[Any]:
     return list(dict.fromkeys([default, *nearest.values()]))
 
 
-def next_round(configs: Sequence[Any], trials: Sequence[Trial]) -> list[Any]:
-    """What has not been tried of the three tiles that were fastest; nothing once that is done.
+def next_round(configs: Sequence[Any], trials: Sequence[Trial], tiles: int = KEPT) -> list[Any]:
+    """What has not been tried of the tiles that were fastest; nothing once that is done.
 
-    Tiles that are not tried again cannot become faster, so the three stay the same.
+    Tiles that are not tried again cannot become faster, so the fastest stay the same.
     """
     best: dict[Any, float] = {}
     for trial in trials:
         if trial.median_us is not None:
             tile = tile_of(trial.config)
             best[tile] = min(trial.median_us, best.get(tile, math.inf))
-    kept = set(sorted(best, key=lambda tile: (best[tile], dataclasses.astuple(tile)))[:_KEPT])
+    kept = set(sorted(best, key=lambda tile: (best[tile], dataclasses.astuple(tile)))[:tiles])
     tried = {trial.config for trial in trials}
     return [config for config in configs if config not in tried and tile_of(config) in kept]
 

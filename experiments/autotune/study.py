@@ -18,7 +18,8 @@ from page4.experiments.autotune.choice import OUTCOMES, Trial
 from page4.experiments.autotune.compiling import Compiled, CompilerPool
 from page4.experiments.autotune.config import AutotuneConfig
 from page4.experiments.autotune.machine import Machine, this_gpu
-from page4.experiments.autotune.problem import Bench, Candidates, Cell
+from page4.experiments.autotune.predicted_config import PredictedTuningConfig
+from page4.experiments.autotune.problem import Bench, Candidates, Cell, Problem
 from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.record import (
     TRIAL_COLUMNS,
@@ -101,14 +102,16 @@ def run(
     return summary
 
 
-def plan_cells(config: AutotuneConfig) -> list[Cell]:
+def plan_cells(
+    config: AutotuneConfig | PredictedTuningConfig, problems: Mapping[str, Problem] = PROBLEMS
+) -> list[Cell]:
     """Every kernel at every step that it can run, in the order of importance.
 
     Of steps with one key the first decides, and the others are left out.
     """
     cells: dict[tuple[str, Any], Cell] = {}
     for step in config.steps:
-        for problem in (PROBLEMS[name] for name in config.kernel_names):
+        for problem in (problems[name] for name in config.kernel_names):
             if problem.possible(step):
                 cells.setdefault((problem.name, problem.key(step)), Cell(problem, step))
     return list(cells.values())

@@ -33,6 +33,16 @@ def test_a_new_store_continues_where_the_last_one_ended(tmp_path: Path) -> None:
     assert [r["length"] for r in store(tmp_path).rows] == [1, 2, 3]
 
 
+def test_rows_that_do_not_count_any_more_are_removed(tmp_path: Path) -> None:
+    samples = store(tmp_path)
+    samples.add([row(length=1), row(length=2), row(length=3)])
+    samples.remove(lambda r: r["length"] == 2)
+    assert ("a", 2) not in samples
+    assert [r["length"] for r in store(tmp_path).rows] == [1, 3]
+    samples.add([row(length=2)])
+    assert [r["length"] for r in store(tmp_path).rows] == [1, 3, 2]
+
+
 @given(
     prompt=st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc")), min_size=1),
     length=st.integers(),

@@ -1,0 +1,54 @@
+"""What decides the predicted time of a call, as a digest: a prediction counts until that changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from page4.experiments.sm70 import binary_cache
+from page4.experiments.sm70.launches import Launch
+from page4.experiments.sm70.predictor import step
+from page4.experiments.sm70.predictor.call import CAPABILITY, launches_on_v100
+from page4.experiments.sm70.toolchain import VERSION
+from page4.kernels.errors import InputError
+
+_EXPERIMENTS = Path(__file__).resolve().parents[2]
+_LENGTH = 16  # hexadecimal digits
+
+
+def call_digest(call: Callable[[], object]) -> str:
+    """Digest of all that a call launches on a V100, with the code behind it, and of the model of the V100.
+
+    Grids, numbers, and what is compiled with its sources count; values and sizes of tensors do not, but for
+    what the launcher makes of them. "refused" where the call refuses its inputs.
+    """
+    try:
+        launches = launches_on_v100(call)
+    except InputError:
+        return "refused"
+    digest = hashlib.sha256(_model_digest())
+    for launch in launches:
+        digest.update(_of_launch(launch).encode())
+    return digest.hexdigest()[:_LENGTH]
+
+
+def _of_launch(launch: Launch) -> str:
+    job = launch.job(CAPABILITY)
+    code = binary_cache.digest(job.request, job.source, VERSION)
+    numbers = {name: value for name, value in launch.arguments.items() if not isinstance(value, Tensor)}
+    return json.dumps([code, list(launch.grid), numbers], default=str)
+
+
+@cache
+def _model_digest() -> bytes:
+    """SHA-256 of the emulator, the model and the code that makes inputs; not of kernels."""
+    digest = hashlib.sha256(VERSION.encode())
+    for file in binary_cache.source_files(Path(step.__file__).resolve()):
+        if file.is_relative_to(_EXPERIMENTS):
+            digest.update(file.read_bytes())
+    return digest.digest()
