@@ -17,9 +17,11 @@ from page4.kvcache.cache import CacheConfig, CacheGeometry, HybridCache
 from .backend import checked_backend
 from .config import Qwen4ExpConfig
 from .decoder import Trunk
+from .gated_delta_net import GatedDeltaNet
 from .loader import load_weights
 from .moe import MoE
 from .mtp import MTPHead
+from .ple import PerLayerEmbedding
 from .qsa import QSAttention
 from .rows import RowBatch, Segment
 from .step import Step
@@ -91,7 +93,7 @@ class Qwen4ExpForCausalLM(nn.Module):
         backend = checked_backend(name, self.config, self.dtype, self.device.type)
         self.backend = backend
         for module in self.modules():
-            if isinstance(module, (QSAttention, MoE)):
+            if isinstance(module, (QSAttention, GatedDeltaNet, PerLayerEmbedding, MoE)):
                 module.backend = backend
 
     @property

@@ -136,7 +136,8 @@ class Server:
         emitted = 0
         if launched is not None:
             for request, tokens in self.decoder.collect(launched).items():
-                emitted += self._emit(request, tokens)
+                if request in self._running:  # a callback may have cancelled it just now
+                    emitted += self._emit(request, tokens)
         self._account(prefilled, emitted, collected=launched is not None)
 
     def run(self) -> None:

@@ -52,3 +52,32 @@ def batch_tokens(batch: RowBatch, start: int, stop: int) -> torch.Tensor:
 def test_rows_of_an_absent_request() -> None:
     with pytest.raises(KeyError):
         RowBatch.pack([segment(0, 0, [1], True)], CPU).rows(1)
+
+
+def test_rows_of_device_tensors_are_those_that_the_host_packs() -> None:
+    tokens = [[1, 2, 3], [4, 5, 6]]
+    packed = RowBatch.pack(
+        [segment(0, 5, tokens[0], True, slot=1), segment(1, 9, tokens[1], True, slot=2)], CPU
+    )
+    made = RowBatch.of_decode_rows(
+        requests=torch.tensor([0, 1]),
+        first=torch.tensor([5, 9]),
+        history=torch.tensor([[90, 91, *tokens[0]], [91, 92, *tokens[1]]]),
+        read_slots=torch.tensor([1, 2]),
+        rows=3,
+        longest=12,
+    )
+    for name in ("token_ids", "positions", "token_history"):
+        assert torch.equal(getattr(made, name), getattr(packed, name))
+    (ours,), (theirs,) = made.groups, packed.groups
+    assert (ours.start, ours.length, ours.decode, ours.longest) == (0, 3, True, 12)
+    assert theirs.longest == 12
+    assert ours.requests.tolist() == theirs.requests.tolist() and ours.read_slots.tolist() == [1, 2]
+    assert made.decode
+
+
+def test_a_padded_request_has_no_positions() -> None:
+    batch = RowBatch.of_decode_rows(
+        torch.tensor([-1, 3]), torch.tensor([7, 7]), torch.ones(2, 4, dtype=torch.int64), torch.zeros(2), 2, 9
+    )
+    assert batch.positions.tolist() == [-1, -1, 7, 8]
