@@ -10,8 +10,9 @@ from page4.experiments.kernel_cases import StepShape, unique_bytes
 from page4.experiments.sm70.compiling import CompilationError, Compiler
 from page4.experiments.sm70.emulator import EmulationError
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig
-from page4.experiments.sm70.predictor.call import KernelPrediction
-from page4.experiments.sm70.predictor.step import predict_call
+from page4.experiments.sm70.predictor.call import KernelPrediction, own_storages
+from page4.experiments.sm70.predictor.call_digest import call_digest
+from page4.experiments.sm70.predictor.step import STEP_INPUTS, predict_call
 from page4.kernels.page4_attention_dispatch import Choice, chosen, page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
 
@@ -39,6 +40,13 @@ class StepPrediction:
     def us(self) -> float:
         """Microseconds of all kernels, without what passes between them."""
         return sum(kernel.prediction.us for kernel in self.kernels)
+
+
+def attention_digest(shape: StepShape, implementation: Implementation) -> str:
+    """Digest of what a step launches, as :func:`call_digest` makes it."""
+    return call_digest(
+        lambda: page4_attention(own_storages(STEP_INPUTS["attention"].without_values(shape)), implementation)
+    )
 
 
 def predict_attention(

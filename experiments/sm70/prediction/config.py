@@ -11,7 +11,7 @@ from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 
 Implementation = Literal["gluon", "triton"]
-StepKernel = Literal["prepare", "scores", "select"]
+StepKernel = Literal["prepare", "scores", "select", "verify"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
@@ -31,8 +31,9 @@ class PredictConfig:
         rows: of a request: 1 decodes, 4 verify three drafts.
         heads: (query heads, KV heads) each.
         formats: of K and V.
-        step_kernels: other calls of a sparse layer, at all ``rows`` and ``requests`` with the first of
-            ``heads`` and ``formats``: ``prepare`` (the K/V write), ``scores``, and ``select`` with its plan.
+        step_kernels: other calls of a step, at all ``rows`` and ``requests`` with the first of ``heads`` and
+            ``formats``: ``prepare`` (the K/V write), ``scores``, ``select`` with its plan, and ``verify``
+            over logits of 248,320 tokens.
         step_context: tokens of a request for those.
         context: tokens of a request; beyond what the selected blocks need it changes nothing.
         overlap: share of a row's blocks that all rows of its request select.
@@ -52,7 +53,7 @@ class PredictConfig:
     rows: tuple[int, ...] = (4, 1)
     heads: tuple[tuple[int, int], ...] = ((6, 1), (24, 2))
     formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "int8")
-    step_kernels: tuple[StepKernel, ...] = ("prepare", "scores", "select")
+    step_kernels: tuple[StepKernel, ...] = get_args(StepKernel)
     step_context: int = 32768
     context: int = 8192
     overlap: float = 0.9

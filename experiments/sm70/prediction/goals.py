@@ -23,7 +23,9 @@ OVER_PLAIN = 8.0
 """Least time of plain ``tl.dot`` over that with tensor cores: 16 requests, e4m3, 4 rows, 6/1 heads."""
 
 OF_STREAM = 0.7
-"""Least share of the bandwidth of streams that writing K and V and selecting reach at 64 requests, 4 rows."""
+"""Least share of the bandwidth of streams that :data:`OF_STREAM_KERNELS` reach at 64 requests, 4 rows."""
+
+OF_STREAM_KERNELS = ("prepare", "select", "verify")
 
 _SMALL, _WIDE = (6, 1), (24, 2)
 
@@ -51,11 +53,10 @@ class Verdict:
         """Whether the goal is reached, if the prediction holds."""
         return self.predicted >= self.bar if self.at_least else self.predicted <= self.bar
 
-    def text(self) -> str:
-        """One line for people."""
-        sign = ">=" if self.at_least else "<="
-        verdict = "met" if self.met else "MISSED"
-        return f"{self.cell}: {self.what} {sign} {self.bar:g}, predicted {self.predicted:.3g}: {verdict}"
+    def cells(self) -> tuple[str, ...]:
+        """A row for people: step, what, bar, prediction and verdict."""
+        bar = f"{'>=' if self.at_least else '<='} {self.bar:g}"
+        return self.cell, self.what, bar, f"{self.predicted:.3g}", "met" if self.met else "MISSED"
 
     def to_json(self) -> dict[str, Any]:
         """A record of `summary.json`."""
@@ -80,13 +81,13 @@ def judge(rows: Sequence[Row], config: PredictConfig) -> list[Verdict]:
 
 
 def judge_step_kernels(rows: Sequence[Row]) -> list[Verdict]:
-    """The goals of the other calls of a sparse layer."""
+    """The goals of the other calls of a step."""
     return [
         Verdict(
             f"{row['kernel']}, {cell_label(row)}", "share of 830 GB/s", OF_STREAM, row["floor_fraction"], True
         )
         for row in rows
-        if row["kernel"] in ("prepare", "select")
+        if row["kernel"] in OF_STREAM_KERNELS
         and (row["requests"], row["rows"]) == (64, 4)
         and row["predicted_us"] is not None
     ]

@@ -23,6 +23,8 @@ _KERNEL_HEADER = (
     "registers", "spills", "launches, us", "emulated blocks",
 )  # fmt: skip
 
+_GOAL_HEADER = ("step", "what", "goal", "predicted", "verdict")
+
 NOTE = (
     "All times are predicted, none was measured: machine code of Triton 3.6 for sm_70, executed on the "
     "CPU and replayed through a model of a V100 (80 multiprocessors, 1.53 GHz). Against published times "
@@ -69,11 +71,13 @@ def markdown(
     """The tables, the goals, and what the numbers are."""
     parts = ["**Attention and merge on a V100, predicted**", _table(_HEADER, map(_cells, rows))]
     if kernels:
-        parts.append("**Other calls of a sparse layer on a V100, predicted**")
+        parts.append("**Other calls of a step on a V100, predicted**")
         parts.append(_table(_KERNEL_HEADER, map(_kernel_cells, kernels)))
     parts.append(NOTE.format(bandwidth=STREAM_BYTES_PER_SECOND / 1e9, sampled=sampled_requests))
     if verdicts:
-        parts.append("Goals:\n\n" + "\n".join(f"- {verdict.text()}" for verdict in verdicts))
+        met = sum(verdict.met for verdict in verdicts)
+        parts.append(f"**Goals, {met} of {len(verdicts)} met if the predictions hold**")
+        parts.append(_table(_GOAL_HEADER, (verdict.cells() for verdict in verdicts)))
     return "\n\n".join(parts) + "\n"
 
 

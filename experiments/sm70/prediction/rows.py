@@ -39,6 +39,7 @@ COLUMNS: dict[str, type] = {
     "blocks": int,  # that were replayed
     "emulated_blocks": int,
     "seconds": float,  # that the prediction took
+    "code": str,  # digest of what is launched: the row counts until that changes
 }
 
 
@@ -76,6 +77,7 @@ def predicted_row(shape: StepShape, implementation: Implementation, step: StepPr
         "blocks": prediction.blocks,
         "emulated_blocks": prediction.emulated_blocks,
         "seconds": step.seconds,
+        "code": "",  # the study's
     }
 
 

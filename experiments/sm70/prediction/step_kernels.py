@@ -1,4 +1,4 @@
-"""Predicts the other calls of a sparse layer: the K/V write, index scores, and selection with its plan."""
+"""Predicts the other calls of a step: K/V write, index scores, selection with its plan, and verification."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from page4.experiments.samples import Row
 from page4.experiments.sm70.compiling import Compiler
 from page4.experiments.sm70.prediction.cells import CELL_COLUMNS, cell_of
 from page4.experiments.sm70.prediction.config import PredictConfig, StepKernel
+from page4.experiments.sm70.predictor.call import own_storages
+from page4.experiments.sm70.predictor.call_digest import call_digest
 from page4.experiments.sm70.predictor.static_report import dram_floor_us
-from page4.experiments.sm70.predictor.step import predict_call
+from page4.experiments.sm70.predictor.step import STEP_INPUTS, predict_call
+from page4.experiments.verify_cases import verify_bytes
 from page4.kernels.block_select_triton import select_plan_triton
 from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.mtp_verify_triton import verify_triton
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
 
 KEY = ("kernel", *CELL_COLUMNS)
@@ -35,13 +39,16 @@ COLUMNS: dict[str, type] = {
     "blocks": int,
     "emulated_blocks": int,
     "seconds": float,
+    "code": str,  # digest of what is launched: the row counts until that changes
 }
 _PLAN_ENTRY_BYTES = 8  # a block and a mask
+_MOST_BLOCKS = 1024  # all of a request's: verification goes on with what they found
 
 _LAUNCHERS: dict[StepKernel, Callable[..., object]] = {
     "prepare": qsa_prepare_triton,
     "scores": index_scores_triton,
     "select": select_plan_triton,
+    "verify": verify_triton,
 }
 
 
@@ -69,6 +76,13 @@ def plan_step_kernels(config: PredictConfig) -> list[tuple[StepKernel, StepShape
     ]
 
 
+def step_kernel_digest(kernel: StepKernel, shape: StepShape) -> str:
+    """Digest of what a call launches, as :func:`call_digest` makes it."""
+    return call_digest(
+        lambda: _LAUNCHERS[kernel](**vars(own_storages(STEP_INPUTS[kernel].without_values(shape))))
+    )
+
+
 def predict_step_kernel(
     kernel: StepKernel, shape: StepShape, compiler: Compiler, config: PredictConfig
 ) -> Row:
@@ -87,6 +101,7 @@ def predict_step_kernel(
         compiler,
         emulated=config.sampled_requests,
         most_replayed=config.most_replayed_requests,
+        most_blocks=_MOST_BLOCKS,
         seed=config.seed,
     )
     us = sum(launch.prediction.us for launch in launches)
@@ -113,6 +128,8 @@ def floor_bytes(kernel: StepKernel, shape: StepShape) -> int:
         return prepare_bytes(shape)
     if kernel == "scores":
         return scores_bytes(shape)
+    if kernel == "verify":
+        return verify_bytes(shape)
     listed = min(shape.topk, shape.context // 4)
     return 4 * visible_scores(shape) + _PLAN_ENTRY_BYTES * shape.requests * listed
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
-from page4.experiments.samples import Row
-from page4.experiments.sm70.binary_cache import source_files
+from page4.experiments.samples import Row, SampleStore
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction import attention, step_kernels
-from page4.experiments.sm70.prediction.attention import FAILURES, predict_attention
+from page4.experiments.sm70.prediction import step_kernels
+from page4.experiments.sm70.prediction.attention import FAILURES, attention_digest, predict_attention
 from page4.experiments.sm70.prediction.cells import cell_label, cell_of, plan_cells
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
 from page4.experiments.sm70.prediction.report import write_report
@@ -26,12 +24,12 @@ from page4.experiments.sm70.prediction.step_kernels import (
     key_of,
     plan_step_kernels,
     predict_step_kernel,
+    step_kernel_digest,
     step_kernel_without_time,
 )
-from page4.experiments.sm70.predictor.call import v100_stack
 from page4.experiments.sm70.toolchain import VERSION, side_install
 from page4.kernels.errors import InputError
-from page4.kernels.tuning import Configurations, configuration_digests, use_configurations
+from page4.kernels.tuning import use_configurations
 
 Predict = Callable[[StepShape, Implementation], Row]
 PredictKernel = Callable[[StepKernel, StepShape], Row]
@@ -43,27 +41,34 @@ def run(
     progress: Reporter | None = None,
     predict: Predict | None = None,
     predict_kernel: PredictKernel | None = None,
+    code_of: Callable[[StepShape, Implementation], str] = attention_digest,
+    kernel_code_of: Callable[[StepKernel, StepShape], str] = step_kernel_digest,
 ) -> dict[str, Any]:
     """Predict what is not yet in the folder, judge everything, and return the content of `summary.json`.
 
     Args:
         config: The study.
-        out: Result folder, new or begun by the same configuration with the same kernels, model and files of
-            configurations. It gets `config.yaml`, `predictions.csv` (attention: a row per step and
-            implementation), `kernels.csv` (a row per step of the other calls), `summary.json`, `table.md`,
-            `roofline.png` and `provenance.json`.
+        out: Result folder, new or begun by the same configuration. It gets `config.yaml`, `predictions.csv`
+            (attention: a row per step and implementation), `kernels.csv` (a row per step of the other calls),
+            `summary.json`, `table.md`, `roofline.png` and `provenance.json`. Rows of kernels, launches or
+            configurations that changed since are predicted again, and all when the model did.
         progress: Told of every row.
         predict, predict_kernel: Make the rows; by the emulator and the model if not given.
+        code_of, kernel_code_of: Digests of what decides the rows.
 
     Raises:
         InputError: The Triton that compiles for sm_70 is missing, or the folder cannot be used.
     """
     progress = progress or Silent()
-    with _kernels(config) as (configurations, digests), ResultFolder(out, config, inputs=digests) as results:
+    with use_configurations(config.kernel_configs) as configurations, ResultFolder(out, config) as results:
         rows = results.samples(COLUMNS, KEY, "predictions.csv")
         kernels = results.samples(step_kernels.COLUMNS, step_kernels.KEY, "kernels.csv")
         steps = list(itertools.product(plan_cells(config), config.implementations))
         calls = plan_step_kernels(config)
+        codes = {(*cell_of(step).values(), name): code_of(step, name) for step, name in steps}
+        kernel_codes = {key_of(*call): kernel_code_of(*call) for call in calls}
+        _remove_changed(rows, codes)
+        _remove_changed(kernels, kernel_codes)
         waiting = [task for task in steps if (*cell_of(task[0]).values(), task[1]) not in rows]
         waiting_calls = [task for task in calls if key_of(*task) not in kernels]
         left = len(waiting) + len(waiting_calls)
@@ -77,36 +82,29 @@ def run(
                     predict_kernel = predict_kernel or partial(_kernel_row, compiler, config)
                 for shape, implementation in waiting:
                     assert predict is not None
-                    rows.add([predict(shape, implementation)])
+                    code = codes[(*cell_of(shape).values(), implementation)]
+                    rows.add([predict(shape, implementation) | {"code": code}])
                     progress.advance(f"{cell_label(cell_of(shape))}, {implementation}")
                 for kernel, shape in waiting_calls:
                     assert predict_kernel is not None
-                    kernels.add([predict_kernel(kernel, shape)])
+                    code = kernel_codes[key_of(kernel, shape)]
+                    kernels.add([predict_kernel(kernel, shape) | {"code": code}])
                     progress.advance(f"{kernel}, {cell_label(cell_of(shape))}")
         finally:  # an interrupted study has a report of what it predicted
-            summary = write_report(results, rows.rows, kernels.rows, config)
+            summary = write_report(results, _ordered(rows, codes), _ordered(kernels, kernel_codes), config)
         results.finish(triton=VERSION, kernel_configs=configurations.record())
     return summary
 
 
-@contextmanager
-def _kernels(config: PredictConfig) -> Iterator[tuple[Configurations, dict[str, str]]]:
-    """Let launchers use the configurations; and digests of all that decides a prediction."""
-    with use_configurations(config.kernel_configs) as configurations:
-        with v100_stack() as device:
-            found = configuration_digests(config.kernel_configs, device)
-        digests = {f"kernel_configs/{path}": sha256 for path, sha256 in found.items()}
-        yield configurations, digests | {"code": _digest_of_code()}
+def _remove_changed(samples: SampleStore, codes: Mapping[tuple[Any, ...], str]) -> None:
+    """Remove rows of what would be launched otherwise now."""
+    samples.remove(lambda row: codes.get(tuple(row[name] for name in samples.key)) != row["code"])
 
 
-def _digest_of_code() -> str:
-    """SHA-256 of the kernels, their launchers, the emulator and the model."""
-    digest = hashlib.sha256(VERSION.encode())
-    modules = (attention, step_kernels)
-    files = {file for module in modules for file in source_files(Path(str(module.__file__)))}
-    for file in sorted(files):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+def _ordered(samples: SampleStore, codes: Mapping[tuple[Any, ...], str]) -> list[Row]:
+    """Rows in the order of the study, whenever they were predicted."""
+    places = {key: place for place, key in enumerate(codes)}
+    return sorted(samples.rows, key=lambda row: places[tuple(row[name] for name in samples.key)])
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from page4.experiments.sm70.predictor.call import (
     own_storages,
     predict_launches,
 )
+from page4.experiments.verify_cases import verify_copies, verify_inputs
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ STEP_INPUTS = {
     "prepare": StepInputs(step_inputs.prepare_inputs, prepare_copies, axis=1),
     "scores": StepInputs(step_inputs.score_inputs, score_copies),
     "select": StepInputs(step_inputs.select_inputs, select_copies),
+    "verify": StepInputs(verify_inputs, verify_copies),
 }
 
 

@@ -35,8 +35,12 @@ def test_wide_heads_are_compared_with_small_ones() -> None:
     found = verdicts(predicted(STEP, "gluon", 30.0), predicted(WIDE, "gluon", 67.0))
     verdict = found["time over that of 6/1 heads"]
     assert not verdict.met
-    assert verdict.text() == (
-        "16 x 4, 24/2, e4m3: time over that of 6/1 heads <= 2.2, predicted 2.23: MISSED"
+    assert verdict.cells() == (
+        "16 x 4, 24/2, e4m3",
+        "time over that of 6/1 heads",
+        "<= 2.2",
+        "2.23",
+        "MISSED",
     )
     assert "time over that of 6/1 heads" not in verdicts(predicted(WIDE, "gluon", 67.0))
 

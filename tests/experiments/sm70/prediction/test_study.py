@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,25 @@ import pytest
 
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row
+from page4.experiments.sm70.prediction import study
+from page4.experiments.sm70.prediction.attention import attention_digest
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
-from page4.experiments.sm70.prediction.step_kernels import row_of, step_kernel_without_time
-from page4.experiments.sm70.prediction.study import run
+from page4.experiments.sm70.prediction.step_kernels import (
+    row_of,
+    step_kernel_digest,
+    step_kernel_without_time,
+)
+from page4.experiments.sm70.predictor import call_digest
 from page4.kernels.errors import InputError
+from page4.kernels.tuning import use_configurations
 from tests.experiments.sm70.prediction.predicted_rows import invented
 
 CONFIG = PredictConfig(
     requests=(16, 64), formats=("e4m3", "int8"), kernel_configs="defaults", step_kernels=()
 )
+
+# Recording what would be launched takes longer than all else here.
+run = partial(study.run, code_of=lambda shape, name: name, kernel_code_of=lambda kernel, shape: kernel)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +68,8 @@ def test_nothing_is_called_measured(finished: tuple[Path, dict[str, Any]]) -> No
 def test_the_table_says_why_there_is_no_time(finished: tuple[Path, dict[str, Any]]) -> None:
     text = (finished[0] / "table.md").read_text()
     assert "refused: it reads fp16, got int8" in text
-    columns = {line.count("|") for line in text.splitlines() if line.startswith("| ")}
-    assert len(columns) == 1
+    attention = text.split("\n\n")[1]
+    assert len({line.count("|") for line in attention.splitlines()}) == 1
 
 
 def test_goals_are_judged(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -98,6 +109,45 @@ def test_an_interrupted_study_is_resumed(tmp_path: Path) -> None:
     assert run(CONFIG, tmp_path / "out")["rows"] == 24
 
 
+def test_only_what_would_be_launched_otherwise_is_predicted_again(tmp_path: Path) -> None:
+    run(CONFIG, tmp_path / "out", predict=invented)
+    changed: list[StepShape] = []
+
+    def again(shape: StepShape, implementation: Implementation) -> Row:
+        assert implementation == "gluon"
+        changed.append(shape)
+        return invented(shape, implementation) | {"registers": 77}
+
+    def code_of(shape: StepShape, implementation: Implementation) -> str:
+        is_other = (shape.requests, implementation) == (64, "gluon")
+        return "other" if is_other else implementation
+
+    run(CONFIG, tmp_path / "out", predict=again, code_of=code_of)
+    rows = read(tmp_path / "out" / "predictions.csv")
+    assert len(rows) == 24
+    assert {shape.requests for shape in changed} == {64}
+    assert {row["requests"] for row in rows if row["registers"] == "77"} == {"64"}
+    # The table keeps its order.
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.index("| 64 x 4, 6/1, e4m3 | gluon") < table.index("| 16 x 1, 6/1, e4m3 | gluon")
+
+
+def test_digests_follow_configurations_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepShape(
+        requests=16, rows=4, query_heads=6, kv_heads=1, context=512, overlap=0.9, kv_format="e4m3"
+    )
+    with use_configurations("defaults"):
+        first = attention_digest(step, "gluon")
+        assert first == attention_digest(step, "gluon")
+        assert first != attention_digest(step, "triton")
+        # Only the number of splits differs, in the grid and in constants.
+        assert first != attention_digest(replace(step, requests=64), "gluon")
+        assert attention_digest(replace(step, head_dim=32), "gluon") == "refused"
+        scores = step_kernel_digest("scores", step)
+        monkeypatch.setattr(call_digest, "_model_digest", lambda: b"another model")
+        assert step_kernel_digest("scores", step) != scores
+
+
 def test_other_calls_have_a_table_of_their_own(tmp_path: Path) -> None:
     def kernel_row(kernel: StepKernel, shape: StepShape) -> Row:
         if kernel == "scores":
@@ -105,7 +155,7 @@ def test_other_calls_have_a_table_of_their_own(tmp_path: Path) -> None:
         return row_of(kernel, shape) | {
             "status": "predicted", "launches": "one_kernel 3.0", "predicted_us": 3.0, "floor_us": 1.5,
             "floor_fraction": 0.5, "bound": "DRAM", "registers": 32, "spills": 0, "blocks": 4,
-            "emulated_blocks": 1, "seconds": 0.1,
+            "emulated_blocks": 1, "seconds": 0.1, "code": "",
         }  # fmt: skip
 
     config = replace(CONFIG, step_kernels=("prepare", "scores"), formats=("e4m3",))
@@ -114,7 +164,7 @@ def test_other_calls_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert summary["failed"] == 4
     text = (tmp_path / "out" / "table.md").read_text()
     assert "failed: an unknown instruction" in text
-    assert "prepare, 64 x 4, 6/1, e4m3: share of 830 GB/s >= 0.7, predicted 0.5: MISSED" in text
+    assert "| prepare, 64 x 4, 6/1, e4m3 | share of 830 GB/s | >= 0.7 | 0.5 | MISSED |" in text
 
 
 def test_another_configuration_needs_another_folder(finished: tuple[Path, dict[str, Any]]) -> None:
