@@ -14,6 +14,7 @@ from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_bench import bench
 from page4.experiments.cli_corpus import corpus
+from page4.experiments.cli_generate import generate
 from page4.experiments.cli_info import info
 from page4.experiments.cli_sm70 import app as sm70
 from page4.experiments.cli_train import train
@@ -32,6 +33,7 @@ app.command("train")(train)
 app.command("corpus")(corpus)
 app.command("bench")(bench)
 app.command("autotune")(autotune)
+app.command("generate")(generate)
 app.command("info")(info)
 app.add_typer(sm70, name="sm70")
 

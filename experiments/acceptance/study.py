@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from page4.experiments.acceptance.cells import Cell, plan_cells
 from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.acceptance.measure import (
@@ -28,6 +26,7 @@ from page4.experiments.progress import Reporter, Silent
 from page4.experiments.prompt_windows import Encode
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row, SampleStore
+from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM
 from page4.model.loader import shards
@@ -72,13 +71,7 @@ def load_encoder(folder: Path) -> Encode:
     Raises:
         InputError: No tokenizer there, or an unreadable one.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise InputError(f"{folder} holds no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower type
-        raise InputError(f"{file} is not a tokenizer: {error}") from error
+    tokenizer = load_tokenizer(folder)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text).ids

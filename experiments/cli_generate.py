@@ -1,0 +1,100 @@
+"""`page4 generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from page4.experiments.cli_options import ConfigFile, Device, Json, Overrides, Seed
+from page4.kernels.errors import InputError
+
+
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(metavar="[FILE]", help="Text to continue; - or nothing: standard input.")
+    ] = "-",
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    device: Device = None,
+    seed: Seed = None,
+    as_json: Json = False,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Checkpoint; the shipped one by default.")
+    ] = None,
+    kv_format: Annotated[
+        str | None, typer.Option("--format", metavar="FORMAT", help="KV format of the target.")
+    ] = None,
+    draft_format: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="KV format of the draft; the target's by default.")
+    ] = None,
+    drafts: Annotated[int | None, typer.Option("-K", "--drafts", help="Drafted tokens per step.")] = None,
+    no_spec: Annotated[bool, typer.Option("--no-spec", help="Decode without speculation.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option("-n", "--max-new-tokens")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most probable of this mass; 1: all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens of this share of the greatest probability; 0: all.")
+    ] = None,
+    sample_drafts: Annotated[
+        bool, typer.Option("--sample-drafts", help="Sample drafts, too, at the same temperature.")
+    ] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")
+    ] = False,
+) -> None:
+    """Continue a text, and print what comes as it comes.
+
+    Speculative decoding changes no greedy token, and no distribution when tokens are sampled.
+    """
+    if no_spec and drafts:
+        raise InputError(f"--no-spec and --drafts {drafts} contradict each other")
+    text = _read(prompt)
+
+    from page4.experiments.config import load_config
+    from page4.experiments.generate import GenerateConfig, continue_text
+
+    config = load_config(
+        GenerateConfig,
+        config_file,
+        overrides or [],
+        device=device,
+        seed=seed,
+        model=model,
+        kv_format=kv_format,
+        draft_kv_format=draft_format,
+        num_draft_tokens=0 if no_spec else drafts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        sample_drafts=sample_drafts or None,
+        ignore_eos=ignore_eos or None,
+    )
+
+    def write(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    report = continue_text(config, text, write)
+    print()
+    if as_json:
+        print(json.dumps(report))
+
+
+def _read(prompt: str) -> str:
+    """The prompt's text.
+
+    Raises:
+        InputError: It is not UTF-8.
+    """
+    data = sys.stdin.buffer.read() if prompt == "-" else Path(prompt).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{'standard input' if prompt == '-' else prompt} is not UTF-8: {error}") from error

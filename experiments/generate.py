@@ -1,0 +1,174 @@
+"""Continue a text with a checkpoint, in any KV format, and say how fast that went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from page4.experiments.device import resolve_device
+from page4.experiments.info import CHECKPOINT
+from page4.experiments.tokenizer import TextStream, load_tokenizer
+from page4.kernels.errors import InputError
+from page4.kvcache import KVScales, get_format
+from page4.model import Qwen4ExpForCausalLM
+from page4.spec_decode import (
+    DecoderConfig,
+    SamplingOptions,
+    Served,
+    Server,
+    SpeculativeDecoder,
+    calibrate_scales,
+    mean_acceptance,
+    tokens_per_step,
+)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """How to continue a text.
+
+    Attributes:
+        model: Folder of the checkpoint; the shipped one by default.
+        device: auto takes a GPU when there is one.
+        backend: `reference` or `triton`; by default what the device has.
+        kv_format, draft_kv_format: of the target's and the draft's cache; the draft's is the target's by
+            default. Static scales are calibrated from the prompt.
+        num_draft_tokens: K; 0 decodes without speculation.
+        max_new_tokens: Tokens to emit at most.
+        ignore_eos: Go on after the end-of-text token.
+        prefill_chunk: Prompt tokens per step.
+        temperature, top_k, top_p, min_p, seed, sample_drafts: See `SamplingOptions`; temperature 0 is greedy.
+    """
+
+    model: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["reference", "triton"] | None = None
+    kv_format: str = "fp16"
+    draft_kv_format: str | None = None
+    num_draft_tokens: int = 3
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    prefill_chunk: int = 2048
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what can be refused without the checkpoint."""
+        self.sampling()
+        self.decoder(prompt_length=1, scales=None)
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
+
+    def sampling(self) -> SamplingOptions:
+        """The options of the request."""
+        return SamplingOptions(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            sample_drafts=self.sample_drafts,
+        )
+
+    def decoder(self, prompt_length: int, scales: KVScales | None) -> DecoderConfig:
+        """A decoder for this one request."""
+        return DecoderConfig(
+            kv_format=self.kv_format,
+            draft_kv_format=self.draft_kv_format,
+            scales=scales,
+            num_draft_tokens=self.num_draft_tokens,
+            prefill_chunk=self.prefill_chunk,
+            max_length=prompt_length + max(1, self.max_new_tokens),
+        )
+
+
+def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], object]) -> dict[str, Any]:
+    """Generate after `prompt`, and hand the text to `write` as it comes.
+
+    Returns:
+        The text, its tokens, what was accepted, and times.
+
+    Raises:
+        InputError: The checkpoint or the prompt cannot be used.
+    """
+    folder = config.model or CHECKPOINT
+    tokenizer = load_tokenizer(folder)
+    tokens: list[int] = tokenizer.encode(prompt).ids
+    if not tokens:
+        raise InputError("the prompt is empty")
+    device = resolve_device(config.device)
+    model = Qwen4ExpForCausalLM.from_pretrained(folder, device=device, backend=config.backend)
+    limit = model.config.max_position_embeddings
+    if len(tokens) + config.max_new_tokens > limit:
+        raise InputError(
+            f"the prompt has {len(tokens)} tokens and {config.max_new_tokens} more are asked for, "
+            f"the model's positions end at {limit}"
+        )
+    decoder = SpeculativeDecoder(model, config.decoder(len(tokens), _scales(config, model, tokens)))
+    stream = TextStream(tokenizer)
+    pieces: list[str] = []
+
+    def say(text: str) -> None:
+        if text:
+            pieces.append(text)
+            write(text)
+
+    request = Served(
+        tokens,
+        config.max_new_tokens,
+        frozenset() if config.ignore_eos else frozenset({model.config.eos_token_id}),
+        config.sampling(),
+        on_tokens=lambda request, new: say(stream.add(new)),
+    )
+    server = Server(decoder)
+    server.submit(request)
+    server.run()
+    say(stream.end())
+    return _report(config, model, request, server, "".join(pieces))
+
+
+def _scales(config: GenerateConfig, model: Qwen4ExpForCausalLM, tokens: list[int]) -> KVScales | None:
+    """Static scales from the prompt, for the formats that need them."""
+    found = {
+        name: calibrate_scales(model, [tokens], name, config.prefill_chunk)
+        for name in {config.kv_format, config.draft_kv_format or config.kv_format}
+        if get_format(name).needs_scale
+    }
+    if not found:
+        return None
+    target, draft = found.get(config.kv_format), found.get(config.draft_kv_format or config.kv_format)
+    return KVScales(target.target if target else (), draft.draft if draft else None)
+
+
+def _report(
+    config: GenerateConfig, model: Qwen4ExpForCausalLM, request: Served, server: Server, text: str
+) -> dict[str, Any]:
+    stats, drafts = server.stats, config.num_draft_tokens
+    milliseconds = 1000 * np.asarray(stats.step_seconds)
+    decoded = sum(stats.step_seconds)
+    return {
+        "text": text,
+        "tokens": request.tokens,
+        "prompt_tokens": len(request.prompt),
+        "new_tokens": len(request.tokens),
+        "kv_format": config.kv_format,
+        "draft_kv_format": config.draft_kv_format or config.kv_format,
+        "backend": model.backend,
+        "device": str(model.device),
+        "accepted": request.accepted,
+        "acceptance": mean_acceptance(request.accepted, drafts) if drafts and request.accepted else None,
+        "tokens_per_step": tokens_per_step(request.accepted) if request.accepted else None,
+        "prefill_tokens": stats.prefill_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "step_p50_ms": float(np.quantile(milliseconds, 0.5)) if stats.step_seconds else None,
+        "step_p90_ms": float(np.quantile(milliseconds, 0.9)) if stats.step_seconds else None,
+        "decode_tokens_per_s": stats.decode_tokens / decoded if decoded else None,
+    }

@@ -1,0 +1,115 @@
+"""`page4 generate`: what comes out, where, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page4.experiments.cli import run
+from page4.experiments.generate import GenerateConfig, continue_text
+from page4.experiments.tokenizer import TextStream, load_tokenizer
+from tests.experiments.acceptance.tiny_study import write_checkpoint
+
+PROMPT = "Anne thought of the sea and of nothing else. "
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def generated(checkpoint: Path, **options: Any) -> dict[str, Any]:
+    defaults = {"model": checkpoint, "device": "cpu", "max_new_tokens": 12, "ignore_eos": True}
+    pieces: list[str] = []
+    report = continue_text(GenerateConfig(**(defaults | options)), PROMPT, pieces.append)
+    assert "".join(pieces) == report["text"]
+    return report
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_format": "e4m3"}, {"temperature": 0.9, "seed": 4}])
+def test_speculation_changes_how_fast_not_what(checkpoint: Path, options: dict[str, Any]) -> None:
+    """When drafts are greedy and the target samples, tokens differ, as other numbers are drawn."""
+    speculative = generated(checkpoint, **options)
+    plain = generated(checkpoint, num_draft_tokens=0, **options)
+    if not options.get("temperature"):
+        assert speculative["tokens"] == plain["tokens"]
+    assert plain["acceptance"] is None and 0 <= speculative["acceptance"] <= 1
+    assert len(speculative["tokens"]) == speculative["new_tokens"] == 12
+    assert speculative["prefill_tokens"] == speculative["prompt_tokens"] - 1
+
+
+def test_the_seed_repeats_a_sample(checkpoint: Path) -> None:
+    options = {"temperature": 1.0, "sample_drafts": True}
+    first, again, other = (generated(checkpoint, seed=seed, **options)["tokens"] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_the_command_streams_and_ends_with_json(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    options = ["--model", str(checkpoint), "--device", "cpu", "-n", "6", "--ignore-eos", "--json"]
+    assert run(["generate", str(file), *options]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out.splitlines()[-1])
+    assert captured.out.startswith(record["text"])
+    assert record["new_tokens"] == 6 and record["kv_format"] == "fp16"
+
+    stdin = io.TextIOWrapper(io.BytesIO(PROMPT.encode()), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert run(["generate", *options, "--no-spec"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == record["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.txt"], "missing.txt: No such file or directory"),
+        (["latin.txt"], "latin.txt is not UTF-8"),
+        (["empty.txt"], "the prompt is empty"),
+        (["prompt.txt", "--format", "fp8"], "KV format 'fp8' is unknown"),
+        (["prompt.txt", "-K", "9"], "num_draft_tokens is 9, expected 0 to 7"),
+        (["prompt.txt", "-K", "3", "--no-spec"], "--no-spec and --drafts 3 contradict each other"),
+        (["prompt.txt", "--temperature", "-1"], "temperature is -1.0"),
+        (["prompt.txt", "--top-p", "0"], "top_p is 0.0"),
+        (["prompt.txt", "-n", "0"], "max_new_tokens is 0"),
+        (["prompt.txt", "-n", "5000000"], "the model's positions end at"),
+        (["prompt.txt", "--model", "nowhere"], "nowhere holds no tokenizer.json"),
+        (["prompt.txt", "--set", "sed=1"], "unknown key 'sed'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(
+    checkpoint: Path,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("empty.txt").touch()
+    Path("prompt.txt").write_text(PROMPT, encoding="utf-8")
+    extra = [] if "--model" in arguments else ["--model", str(checkpoint)]
+    assert run(["generate", *arguments, *extra, "--device", "cpu"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("page4: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_character_waits_for_all_its_bytes() -> None:
+    from page4.experiments.info import CHECKPOINT
+
+    tokenizer = load_tokenizer(CHECKPOINT)
+    text = "Zwölf Boxkämpfer — 日本 🙂."
+    stream = TextStream(tokenizer)
+    pieces = [stream.add([token]) for token in tokenizer.encode(text).ids]
+    assert "".join(pieces) + stream.end() == text
+    assert not any("\ufffd" in piece for piece in pieces)
