@@ -42,11 +42,11 @@ INSTRUCTIONS: tuple[Instruction, ...] = get_args(Instruction)
 def volta_members(width: int, kv_format: str, wide_turns: bool) -> int:
     """Members of a program with ``mma884`` and ``width`` dimensions a warp: the most that do not spill.
 
-    ``wide_turns``: of more than 8 tokens a warp.
+    ``wide_turns``: of more than 8 tokens a warp; the numbers are for 2 warps, with more of them bytes spill.
     """
     half = kv_format == "fp16"
     if width == 64:
-        return 24 if wide_turns else 32 if half else 48
+        return 24 if wide_turns else {"fp16": 32, "int8": 40}.get(kv_format, 48)
     return 48 if half else 56 if wide_turns else 64
 
 
@@ -320,7 +320,5 @@ def _variant(
         "DEPENDENT": dependent,
     }  # fmt: skip
     wgmma = config.instruction == "wgmma"
-    # Three programs of up to 32 members fit a multiprocessor of compute capability 9.0.
-    limit = 168 if wgmma and config.num_warps == 4 and members <= 32 else None
     kernel = page4_attention_hopper_kernel if wgmma else page4_attention_ampere_kernel
-    return kernel, constants, {"maxnreg": limit, "launch_pdl": dependent}
+    return kernel, constants, {"launch_pdl": dependent}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from page4.experiments.sm70.compiling import Job
 
@@ -21,6 +22,9 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.bool: "*i1",
+    torch.bfloat16: "*bf16",
 }
 _LAUNCH_ONLY = ("launch_pdl",)  # options that leave the code as it is
 
@@ -63,38 +67,45 @@ class Launch:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """Within the block, kernels of ``page4.kernels`` are not launched but noted in the list it yields."""
+    """Within the block, kernels are not launched but noted in the list it yields."""
     launches: list[Launch] = []
-    with ExitStack() as patches:
-        for module_name, module in sorted(sys.modules.items()):
-            if module_name.startswith("page4.kernels."):
-                for name, value in list(vars(module).items()):
-                    if _is_jitted(value):
-                        recorder = _Recorder(value, launches)
-                        patches.enter_context(mock.patch.object(module, name, recorder))
+    with replaced_launches(launches.append):
         yield launches
 
 
-class _Recorder:
-    """Takes the place of a jitted function."""
+@contextmanager
+def replaced_launches(execute: Callable[[Launch], object]) -> Iterator[None]:
+    """Within the block, kernels are not launched but given to ``execute``, compiled ones and interpreted."""
 
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self._kernel, self._launches = kernel, launches
+    def run(kernel: Any, *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+        execute(_launch_of(kernel, values, grid, named))
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*values: Any, **named: Any) -> None:
-            names = self._kernel.arg_names
-            arguments = dict(zip(names, values, strict=False))
-            arguments |= {name: named.pop(name) for name in names if name in named}
-            options = {n: v for n, v in named.items() if v is not None and n not in _LAUNCH_ONLY}
-            ordered = {name: arguments[name] for name in names}
-            self._launches.append(Launch(self._kernel, grid, ordered, options))
-
-        return launch
+    with ExitStack() as patches:
+        for jitted in (JITFunction, InterpretedFunction):
+            patches.enter_context(mock.patch.object(jitted, "run", run))
+        yield
 
 
-def _is_jitted(value: Any) -> bool:
-    return hasattr(value, "arg_names") and hasattr(value, "fn")
+def _launch_of(kernel: Any, values: Sequence[Any], grid: Any, named: Mapping[str, Any]) -> Launch:
+    """What ``kernel[grid](*values, **named)`` launches."""
+    given = {**dict(zip(kernel.arg_names, values, strict=False)), **named}
+    arguments = {
+        name: given.get(name, _value(parameter.default))
+        for name, parameter in inspect.signature(kernel.fn).parameters.items()
+    }
+    missing = [name for name, value in arguments.items() if value is inspect.Parameter.empty]
+    if missing:
+        raise TypeError(f"{kernel.fn.__name__} is launched without {', '.join(missing)}")
+    options = {
+        name: value
+        for name, value in named.items()
+        if name not in arguments and value is not None and name not in _LAUNCH_ONLY
+    }
+    return Launch(kernel, tuple(grid(arguments) if callable(grid) else grid), arguments, options)
+
+
+def _value(default: Any) -> Any:
+    return getattr(default, "value", default)  # of a constexpr
 
 
 def _not_specialised(kernel: Any) -> tuple[str, ...]:

@@ -48,6 +48,13 @@ GPUS = {
 @contextmanager
 def pretend_gpu(gpu: GPU) -> Iterator[torch.device]:
     """Within the block all new tensors are on the GPU; they have shapes, dtypes and strides, no values."""
+    with answers_of(gpu), _OnDevice(gpu.device):
+        yield gpu.device
+
+
+@contextmanager
+def answers_of(gpu: GPU) -> Iterator[None]:
+    """Within the block PyTorch says of every device that it is the GPU."""
     properties = SimpleNamespace(multi_processor_count=gpu.multiprocessors, name=gpu.name)
     answers = {
         "get_device_capability": lambda device=None: divmod(gpu.capability, 10),
@@ -57,8 +64,7 @@ def pretend_gpu(gpu: GPU) -> Iterator[torch.device]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(_OnDevice(gpu.device))
-        yield gpu.device
+        yield
 
 
 _FACTORIES = (torch.empty, torch.zeros, torch.tensor, torch.arange)
