@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +14,8 @@ Kernel = Annotated[
     str,
     typer.Argument(
         metavar="KERNEL",
-        help="qsa_prepare, index_scores, block_select, page4_attention, step, prefill, or all.",
+        help="qsa_prepare, index_scores, block_select, page4_attention, prefill, or all of these kernels; "
+        "step: whole decode steps of a model.",
     ),
 ]
 
@@ -30,9 +32,16 @@ def bench(
 ) -> None:
     """Check the kernels against float64 and time them on cold caches, next to PyTorch and to vllm.
 
-    Results go to results/bench, results/bench-KERNEL or --out: a CSV file, table, summary and roofline.
-    Exit status 1: a kernel is wrong or does not run.
+    `step` times decode steps of a checkpoint by format, length and batch, after it has checked that captured
+    steps equal eager ones. (Plan, attention and merge of one layer, which `all` calls step, are
+    `all --set kernels=step`.)
+
+    Results go to results/bench, results/bench-KERNEL or --out: a CSV file, table, summary and a figure.
+    Exit status 1: something is wrong or does not run.
     """
+    if kernel == "step":
+        _bench_step(config_file, overrides, device, seed, out, quick, as_json)
+        return
     from page4.experiments.bench import KERNELS, BenchConfig, run
     from page4.experiments.cli_study import result_folder, run_study
     from page4.experiments.config import load_config
@@ -46,4 +55,23 @@ def bench(
     name = "bench" if kernel == "all" else f"bench-{kernel}"
     summary = run_study("bench", run, config, result_folder(out, name, quick), as_json)
     if summary["wrong"] or summary["failed"]:
+        raise typer.Exit(1)
+
+
+def _bench_step(
+    config_file: Path | None,
+    overrides: list[str] | None,
+    device: str | None,
+    seed: int | None,
+    out: Path | None,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    from page4.experiments.bench.step_config import StepBenchConfig
+    from page4.experiments.bench.step_study import run
+    from page4.experiments.cli_study import result_folder, run_study
+    from page4.experiments.config import load_config
+
+    config = load_config(StepBenchConfig, config_file, overrides or [], quick=quick, device=device, seed=seed)
+    if run_study("bench step", run, config, result_folder(out, "bench-step", quick), as_json)["wrong"]:
         raise typer.Exit(1)

@@ -116,7 +116,8 @@ class DecodeState:
 
     def _split(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, computed, read_slots, history = values.split(self._widths, dim=1)
-        return tokens, computed.squeeze(1), read_slots.squeeze(1), history
+        # Kernels want lists of one number a request contiguous.
+        return tokens, computed.squeeze(1).contiguous(), read_slots.squeeze(1).contiguous(), history
 
     def _put(self, target: Tensor, values: Tensor) -> None:
         target.copy_(self._on_host(values), non_blocking=True)

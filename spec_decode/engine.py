@@ -212,7 +212,7 @@ class SpeculativeDecoder:
         """
         shape = self.shape(requests, rows, drafts)
         for request in requests:
-            self.cache.reserve(request.row, self._bound(request))
+            self.reserve(request)
         held = self._assign(requests, shape.lanes)
         result = self.runner.run([-1 if request is None else request.row for request in held], shape)
         done = None
@@ -267,6 +267,10 @@ class SpeculativeDecoder:
             and self.config.num_draft_tokens > 0,
             masked=masked,
         )
+
+    def reserve(self, request: Request) -> None:
+        """Makes room for whatever the next step of a request may write."""
+        self.cache.reserve(request.row, self._bound(request))
 
     def now(self) -> float:
         """Seconds, after the device has finished what was asked of it."""
