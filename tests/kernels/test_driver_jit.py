@@ -1,7 +1,7 @@
 """What a V100 would run, on the GPU that is there: every kernel's PTX for sm_70 against its reference.
 
 The driver compiles PTX for sm_70 for every newer GPU, ``mma.m8n8k4`` too. So the kernels run their
-specifications with launchers that see a V100 and launches that go through the driver. Then the emulator executes
+specifications with launchers that see a V100 and launches that go through the driver. Then the emulator runs
 the machine code of the same launches, and must compute the same.
 """
 
@@ -148,7 +148,7 @@ def on_cpu(values: list[Any]) -> list[Any]:
             copies.append(value)
             continue
         storage = value.untyped_storage()
-        copy = storages.setdefault(storage.data_ptr(), storage.cpu())
+        copy = storages.setdefault(storage.data_ptr(), storage.cpu().clone())
         empty = torch.empty(0, dtype=value.dtype)
         copies.append(empty.set_(copy, value.storage_offset(), value.shape, value.stride()))  # type: ignore[call-overload]
     return copies
