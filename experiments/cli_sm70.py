@@ -74,6 +74,45 @@ def predict(
         raise typer.Exit(1)
 
 
+@app.command("validate")
+def validate(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    out: Out = None,
+    quick: Quick = False,
+    as_json: Json = False,
+    allow_other_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other-gpu",
+            help="Measure on another GPU, to see that this works; compares nothing.",
+        ),
+    ] = False,
+) -> None:
+    """Measure on a real V100 what was predicted, compare, and leave a folder to send back.
+
+    The steps are those of docs/studies/sm70, or of --set predictions=FOLDER. Every result is checked before
+    it is timed. Results go to results/sm70-validate or --out: report, measurements and provenance.
+    """
+    from page4.experiments.cli_study import result_folder, run_study
+    from page4.experiments.config import load_config
+    from page4.experiments.sm70.validation.config import ValidateConfig
+    from page4.experiments.sm70.validation.study import run
+
+    config = load_config(
+        ValidateConfig,
+        config_file,
+        overrides or [],
+        quick=quick,
+        seed=seed,
+        other_gpu=allow_other_gpu or None,
+    )
+    folder = result_folder(out, "sm70-validate", quick)
+    run_study("sm70 validate", run, config, folder, as_json)
+    typer.echo(f"report: {folder / 'report.md'}", err=True)
+
+
 def require_numba(command: str) -> None:
     """Refuse a command that predicts where the model of the GPU cannot run.
 

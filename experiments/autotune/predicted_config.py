@@ -37,7 +37,8 @@ class PredictedTuningConfig:
             folder. Those of the package are in ``kernels/configs``.
         kept_tiles: tiles that are tried with more than the default's splits.
         splits_step: least ratio of two numbers of splits that are tried; splits that are closer tie.
-        most_blocks: of a launch that are emulated at most.
+        least_programs: of attention on a multiprocessor that splits must lead to, as far as lists are long.
+        most_blocks: of a launch that are emulated at most; the merge finds only what these left in L2.
         most_replayed_requests: larger steps are replayed as a share of their requests on as much of the GPU.
         seed: of the inputs.
     """
@@ -53,9 +54,10 @@ class PredictedTuningConfig:
     head_dim: int = 256
     topk: int = 512
     configs: Path | None = None
-    kept_tiles: int = 1
+    kept_tiles: int = 2
     splits_step: float = 1.5
-    most_blocks: int = 16
+    least_programs: float = 0.3
+    most_blocks: int = 256
     most_replayed_requests: int = 4
     seed: int = 0
 

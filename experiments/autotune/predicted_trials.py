@@ -86,6 +86,10 @@ def possible_configs(cell: Cell, config: PredictedTuningConfig) -> tuple[Any, li
         whole = inputs()
         default = cell.problem.default(whole)
         found = [default, *cell.problem.candidates(whole, machine)]
+        if KINDS[cell.kernel] == "attention":
+            programs = whole.groups * whole.kv_heads
+            least = config.least_programs * machine.multiprocessors
+            found = _busy(found, default, programs, least)
     kept = _thinned(list(dict.fromkeys(found)), default, config.splits_step)
     return default, _possible(cell, kept)
 
@@ -188,6 +192,21 @@ def _counted_inputs(cell: Cell, config: PredictedTuningConfig) -> Any:
         return dataclasses.replace(whole, plan=dataclasses.replace(whole.plan, counts=counts))
 
     return make
+
+
+def _busy(configs: list[Any], default: Any, programs: int, least: float) -> list[Any]:
+    """Attention's configurations that make ``least`` programs of ``programs``, or as many as a tile can."""
+    most: dict[Any, int] = {}
+    for candidate in configs[1:]:
+        tile = tile_of(candidate)
+        most[tile] = max(most.get(tile, 0), candidate.splits)
+    return [
+        candidate
+        for candidate in configs
+        if candidate == default
+        or candidate.splits == most[tile_of(candidate)]
+        or candidate.splits * candidate.head_splits * programs >= least
+    ]
 
 
 def _thinned(configs: list[Any], default: Any, step: float) -> list[Any]:

@@ -58,9 +58,14 @@ def measure(cell: Cell, config: BenchConfig, machine: Machine) -> tuple[list[Row
 
     A time is taken only where the check has passed.
     """
-    empty: Row = dict.fromkeys(COLUMNS) | cell.columns | {"config": ""}
+    return measure_case(cell.columns, lambda: CASES[cell.kernel](cell, config, machine), machine)
+
+
+def measure_case(columns: Row, make: Callable[[], Case], machine: Machine) -> tuple[list[Row], list[Row]]:
+    """:func:`measure` for a case of any kernel; ``columns`` are its kernel and shape."""
+    empty: Row = dict.fromkeys(COLUMNS) | columns | {"config": ""}
     try:
-        case = CASES[cell.kernel](cell, config, machine)
+        case = make()
     except NoRoomError as error:
         return [empty | {"implementation": "none", "status": "no room", "config": str(error)}], []
     common = empty | {
@@ -72,9 +77,7 @@ def measure(cell: Cell, config: BenchConfig, machine: Machine) -> tuple[list[Row
         "floor_us": 1e6 * case.floor_bytes / machine.copy_bandwidth,
     }
     rows = [common | _measure_one(contender, common["floor_us"], machine) for contender in case.contenders]
-    absent = [
-        cell.columns | {"implementation": name, "reason": reason} for name, reason in case.absent.items()
-    ]
+    absent = [columns | {"implementation": name, "reason": reason} for name, reason in case.absent.items()]
     return rows, absent
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from page4.experiments.bench.prepare_case import prepare_bytes
 from page4.experiments.bench.selection_case import scores_bytes, visible_scores
-from page4.experiments.kernel_cases import StepShape
+from page4.experiments.kernel_cases import PrepareInputs, ScoreInputs, StepShape
 from page4.experiments.samples import Row
 from page4.experiments.sm70.compiling import Compiler
 from page4.experiments.sm70.prediction.cells import CELL_COLUMNS, cell_of
@@ -21,6 +21,7 @@ from page4.experiments.verify_cases import verify_bytes
 from page4.kernels.block_select_triton import select_plan_triton
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.mtp_verify_triton import verify_triton
+from page4.kernels.qsa_configs import prepare_config, scores_config
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
 
 KEY = ("kernel", *CELL_COLUMNS)
@@ -44,11 +45,23 @@ COLUMNS: dict[str, type] = {
 _PLAN_ENTRY_BYTES = 8  # a block and a mask
 _MOST_BLOCKS = 1024  # all of a request's: verification goes on with what they found
 
-_LAUNCHERS: dict[StepKernel, Callable[..., object]] = {
-    "prepare": qsa_prepare_triton,
-    "scores": index_scores_triton,
-    "select": select_plan_triton,
-    "verify": verify_triton,
+
+def _prepare(inputs: PrepareInputs) -> object:
+    config = prepare_config(inputs.q_gate, inputs.k, inputs.index, inputs.storage)
+    return qsa_prepare_triton(**vars(inputs), rows_per_program=config.rows_per_program)
+
+
+def _scores(inputs: ScoreInputs) -> object:
+    config = scores_config(inputs.index_q, inputs.compressed_pages, inputs.groups, inputs.scores)
+    return index_scores_triton(**vars(inputs), config=config)
+
+
+# As the model calls them: with tuned configurations where there are some.
+_LAUNCHERS: dict[StepKernel, Callable[[Any], object]] = {
+    "prepare": _prepare,
+    "scores": _scores,
+    "select": lambda inputs: select_plan_triton(**vars(inputs)),
+    "verify": lambda inputs: verify_triton(**vars(inputs)),
 }
 
 
@@ -78,9 +91,7 @@ def plan_step_kernels(config: PredictConfig) -> list[tuple[StepKernel, StepShape
 
 def step_kernel_digest(kernel: StepKernel, shape: StepShape) -> str:
     """Digest of what a call launches, as :func:`call_digest` makes it."""
-    return call_digest(
-        lambda: _LAUNCHERS[kernel](**vars(own_storages(STEP_INPUTS[kernel].without_values(shape))))
-    )
+    return call_digest(lambda: _LAUNCHERS[kernel](own_storages(STEP_INPUTS[kernel].without_values(shape))))
 
 
 def predict_step_kernel(
@@ -97,7 +108,7 @@ def predict_step_kernel(
     launches, _ = predict_call(
         kernel,
         shape,
-        lambda inputs: _LAUNCHERS[kernel](**vars(inputs)),
+        _LAUNCHERS[kernel],
         compiler,
         emulated=config.sampled_requests,
         most_replayed=config.most_replayed_requests,

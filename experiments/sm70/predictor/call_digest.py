@@ -17,7 +17,11 @@ from page4.experiments.sm70.predictor.call import CAPABILITY, launches_on_v100
 from page4.experiments.sm70.toolchain import VERSION
 from page4.kernels.errors import InputError
 
-_EXPERIMENTS = Path(__file__).resolve().parents[2]
+_SM70 = Path(__file__).resolve().parents[1]
+_MODEL = (
+    _SM70 / "emulator", _SM70 / "predictor", _SM70 / "assembly.py", _SM70 / "trace.py",
+    _SM70.parent / "kernel_cases.py", _SM70.parent / "verify_cases.py",
+)  # fmt: skip
 _LENGTH = 16  # hexadecimal digits
 
 
@@ -25,7 +29,8 @@ def call_digest(call: Callable[[], object]) -> str:
     """Digest of all that a call launches on a V100, with the code behind it, and of the model of the V100.
 
     Grids, numbers, and what is compiled with its sources count; values and sizes of tensors do not, but for
-    what the launcher makes of them. "refused" where the call refuses its inputs.
+    what the launcher makes of them, and neither does how launches are recorded and compiled. "refused" where
+    the call refuses its inputs.
     """
     try:
         launches = launches_on_v100(call)
@@ -39,9 +44,9 @@ def call_digest(call: Callable[[], object]) -> str:
 
 def _of_launch(launch: Launch) -> str:
     job = launch.job(CAPABILITY)
-    code = binary_cache.digest(job.request, job.source, VERSION)
+    sources = [_sha256(file) for file in binary_cache.source_files(job.source)]
     numbers = {name: value for name, value in launch.arguments.items() if not isinstance(value, Tensor)}
-    return json.dumps([code, list(launch.grid), numbers], default=str)
+    return json.dumps([job.request, sources, list(launch.grid), numbers], default=str, sort_keys=True)
 
 
 @cache
@@ -49,6 +54,11 @@ def _model_digest() -> bytes:
     """SHA-256 of the emulator, the model and the code that makes inputs; not of kernels."""
     digest = hashlib.sha256(VERSION.encode())
     for file in binary_cache.source_files(Path(step.__file__).resolve()):
-        if file.is_relative_to(_EXPERIMENTS):
-            digest.update(file.read_bytes())
+        if any(file.is_relative_to(place) for place in _MODEL):
+            digest.update(_sha256(file).encode())
     return digest.digest()
+
+
+@cache
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
