@@ -38,7 +38,8 @@ class StepRunner:
         self.graphs = graphs and self.padded and self.device.type == "cuda"
         self.max_lanes, self.max_tokens = max_lanes, max_tokens
         self._captured: dict[StepShape, _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        # All graphs share their memory: no two run at once, and results are copied before the next one does.
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     def bucket(self, lanes: int, longest: int) -> tuple[int, int]:
         """Lanes and tokens of the shape that takes so many."""
@@ -77,10 +78,8 @@ class StepRunner:
                 self.step.run(lanes, shape)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # All graphs share their memory: no two run at once, and results are copied before the next one does.
         with torch.cuda.graph(graph, pool=self._pool):
             result = self.step.run(lanes, shape)
-        self._pool = graph.pool()
         return _Captured(graph, lanes, result)
 
 

@@ -145,3 +145,33 @@ def test_accounting_holds_after_any_sequence_of_operations(operations: list[tupl
         tables.check()
         held = [page for r in open_requests for page in tables.pages(r)]
         assert len(held) == len(set(held)) == 10 - tables.allocator.free
+
+
+def test_one_request_may_hold_so_many_pages_and_no_more() -> None:
+    tables = BlockTables(requests=2, pages=8, device=CPU, pages_per_request=3)
+    request = tables.open()
+    address = tables.tensor.data_ptr()
+    tables.reserve(request, 48)
+    with pytest.raises(InputError, match="49 tokens are more than one request may hold, 48"):
+        tables.reserve(request, 49)
+    assert len(tables.pages(request)) == 3
+    assert tables.tensor.data_ptr() == address, "captured graphs hold on to it"
+
+
+def test_the_lowest_free_row_is_taken_first() -> None:
+    tables = BlockTables(requests=3, pages=8, device=CPU)
+    assert [tables.open() for _ in range(3)] == [0, 1, 2]
+    for row in (2, 0):
+        tables.close(row)
+    assert [tables.open(), tables.open()] == [0, 2]
+
+
+def test_rows_have_the_slots_of_their_requests_and_padding_has_none() -> None:
+    tables = BlockTables(requests=2, pages=8, device=CPU)
+    first, second = tables.open(), tables.open()
+    tables.reserve(second, 1)
+    tables.reserve(first, 33)
+    requests, positions = torch.tensor([first, -1, second, first]), torch.tensor([32, -1, 3, 17])
+    pages = tables.pages(first)
+    expected = [16 * pages[2], -1, 16 * tables.pages(second)[0] + 3, 16 * pages[1] + 1]
+    assert tables.slots(requests, positions).tolist() == expected
