@@ -54,7 +54,7 @@ class PredictedTuningConfig:
     head_dim: int = 256
     topk: int = 512
     configs: Path | None = None
-    kept_tiles: int = 2
+    kept_tiles: int = 1
     splits_step: float = 1.5
     least_programs: float = 0.3
     most_blocks: int = 256

@@ -23,6 +23,7 @@ from page4.experiments.sm70.predictor.call import (
     v100_stack,
 )
 from page4.experiments.sm70.predictor.call_digest import call_digest
+from page4.experiments.sm70.predictor.machine import V100
 from page4.experiments.sm70.predictor.ranking import rank_predictions
 from page4.experiments.sm70.predictor.step import STEP_INPUTS, predict_call
 from page4.experiments.sm70.promises import SHARED_BYTES
@@ -111,8 +112,8 @@ def try_predicted(
         configs = [default, *_possible(cell, [only])]
     trials: list[PredictedTrial] = []
     by_code = dict(known)
-    # A default with more splits than lists have turns says nothing about its tile.
-    waiting = list(dict.fromkeys([default, *first_round(configs[1:], default)]))
+    # Tiles are compared where about every multiprocessor has a program, wherever the default is.
+    waiting = list(dict.fromkeys([default, *first_round(configs[1:], _filling(cell, default))]))
     while waiting:
         for candidate in waiting:
             code = call_digest(_call(cell, candidate))
@@ -125,6 +126,14 @@ def try_predicted(
         times = [Trial(trial.config, "timed" if trial.us else "fails", trial.us) for trial in trials]
         waiting = next_round(configs, times, config.kept_tiles)
     return default, trials
+
+
+def _filling(cell: Cell, default: Any) -> Any:
+    """Attention's default with splits that make a program for every multiprocessor; others as they are."""
+    if KINDS[cell.kernel] != "attention":
+        return default
+    programs = cell.key.groups * cell.key.kv_heads
+    return dataclasses.replace(default, splits=max(1, V100.multiprocessors // programs))
 
 
 def _try(
