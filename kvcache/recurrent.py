@@ -1,7 +1,13 @@
-"""Recurrent state of requests under speculation: K+1 slots each, so that rejection is an index, never a copy.
+"""Recurrent state of requests under speculation: rejecting drafts is an index, never a copy.
 
-After a decode step over rows 0..K, slot t holds the state *after row t*. If a drafts were accepted, the next
-step reads slot a. A prefill chunk leaves its final state in slot 0.
+The delta rule's state has K+1 slots a request. After a decode step over rows 0..K, slot t holds the state
+*after row t*. If a drafts were accepted, the next step reads slot a. A prefill chunk leaves its final state
+in slot 0.
+
+A convolution's state is its last inputs, in a ring by position: the rows of a step are written where no row
+of the same step reads, and rejected ones are written again before anything reads them.
+
+Both have one request more than asked for: -1, which stands for padding, indexes it, and nothing reads it.
 """
 
 from __future__ import annotations
@@ -11,13 +17,9 @@ from torch import Tensor
 
 
 class _Slots:
-    """State ``[requests, slots, ...]`` and what every kind of it can do."""
+    """State ``[requests + 1, slots, ...]`` and what every kind of it can do."""
 
     state: Tensor
-
-    def read(self, requests: Tensor, slots: Tensor) -> Tensor:
-        """States ``[B, ...]`` of requests ``[B]`` at their slots ``[B]`` (a copy)."""
-        return self.state[requests, slots]
 
     def reset(self, request: int) -> None:
         """Zero state: the request has seen no token."""
@@ -33,34 +35,39 @@ class _Slots:
 
 
 class ConvSlots(_Slots):
-    """Last inputs of a causal convolution.
+    """Last inputs of a causal convolution that reads L rows back, for speculation over ``rows`` rows.
 
     Attributes:
-        state: ``[requests, slots, L, C]``, oldest input first, where L is ``(kernel - 1) * dilation``.
+        state: ``[requests + 1, L + rows, C]``; the input at position p lies in slot ``p % (L + rows)``.
+        length: L, which is ``(kernel - 1) * dilation``.
     """
 
     def __init__(
-        self, requests: int, slots: int, length: int, channels: int, dtype: torch.dtype, device: torch.device
+        self, requests: int, rows: int, length: int, channels: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.state = torch.zeros(requests, slots, length, channels, dtype=dtype, device=device)
+        self.length = length
+        self.state = torch.zeros(requests + 1, length + rows, channels, dtype=dtype, device=device)
 
-    def advance(self, requests: Tensor, history: Tensor, rows: int, every_row: bool) -> None:
-        """Stores the windows that end after each of ``rows`` rows, or after the last only.
+    def window(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """Inputs ``[B, L, C]`` before each request's position ``[B]``, oldest first; 0 before the text."""
+        back = torch.arange(-self.length, 0, device=positions.device)
+        before = positions[:, None] + back  # [B, L]
+        inputs = self.state[requests[:, None], before % self.state.shape[1]]
+        return inputs.masked_fill(before[..., None] < 0, 0)
 
-        Args:
-            history: ``[B, L + rows, C]``, the old state followed by the new inputs.
-        """
-        length = self.state.shape[2]
-        for slot, row in enumerate(range(rows) if every_row else (rows - 1,)):
-            window = history[:, row + 1 : row + 1 + length]
-            self.state[requests, slot] = window.to(self.state.dtype)
+    def store(self, requests: Tensor, positions: Tensor, inputs: Tensor) -> None:
+        """Keeps the inputs ``[B, T, C]`` that begin at positions ``[B]``: the last, as many as have slots."""
+        rows, slots = inputs.shape[1], self.state.shape[1]
+        kept = torch.arange(max(0, rows - slots), rows, device=positions.device)
+        places = (positions[:, None] + kept) % slots
+        self.state[requests[:, None], places] = inputs[:, -slots:].to(self.state.dtype)
 
 
 class GatedDeltaSlots(_Slots):
     """State of a Gated DeltaNet layer: the delta-rule matrices in FP32 and the convolution's inputs.
 
     Attributes:
-        state: ``[requests, slots, Hv, Dk, Dv]`` FP32.
+        state: ``[requests + 1, slots, Hv, Dk, Dv]`` FP32.
     """
 
     def __init__(
@@ -73,8 +80,12 @@ class GatedDeltaSlots(_Slots):
         conv: ConvSlots,
         device: torch.device,
     ) -> None:
-        self.state = torch.zeros(requests, slots, heads, key_dim, value_dim, device=device)
+        self.state = torch.zeros(requests + 1, slots, heads, key_dim, value_dim, device=device)
         self.conv = conv
+
+    def read(self, requests: Tensor, slots: Tensor) -> Tensor:
+        """States ``[B, Hv, Dk, Dv]`` of requests ``[B]`` at their slots ``[B]`` (a copy)."""
+        return self.state[requests, slots]
 
     def store_rows(self, requests: Tensor, states: Tensor) -> None:
         """Keeps the state after every row, ``[B, T, Hv, Dk, Dv]`` with T at most the number of slots."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from page4.kernels.backend import Backend
 from page4.kernels.gated_delta import (
     causal_conv1d_reference,
     chunk_gated_delta_reference,
@@ -33,6 +34,7 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.eps = config.rms_norm_eps
+        self.backend: Backend = "reference"
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.split = (keys, keys, values)
         hidden = config.hidden_size
@@ -72,15 +74,19 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, batch: RowBatch, slots: GatedDeltaSlots) -> Tensor:
         """Rows of a step ``[N, H] -> [N, H]``; reads and advances convolution and delta-rule state."""
+        if self.backend == "triton":
+            from .recurrent_triton import mix_triton  # see Step.kernels
+
+            return mix_triton(self, x, batch, slots)
         mixed = self.in_proj_qkv(x)
         g, beta = self.gates(x)
         o = torch.empty(x.shape[0], self.value_heads, self.value_dim, device=x.device)
         for group in batch.groups:
-            convolved, history = causal_conv1d_reference(
-                group.rows_of(mixed),
-                self.conv1d.weight.squeeze(1),
-                slots.conv.read(group.requests, group.read_slots),
-            )
+            inputs = group.rows_of(mixed)
+            positions = group.rows_of(batch.positions)[:, 0]
+            window = slots.conv.window(group.requests, positions)
+            convolved, _ = causal_conv1d_reference(inputs, self.conv1d.weight.squeeze(1), window)
+            slots.conv.store(group.requests, positions, inputs)
             q, k, v = self.heads(convolved)
             state = slots.read(group.requests, group.read_slots)
             # A decode step keeps the state after each row; the chunked form yields only the last.
@@ -94,6 +100,5 @@ class GatedDeltaNet(nn.Module):
                     q, k, v, group.rows_of(g), group.rows_of(beta), state
                 )
                 slots.store_final(group.requests, final)
-            slots.conv.advance(group.requests, history, group.length, every_row=group.decode)
             group.put_rows(o, out)
         return self.finish(o, x)

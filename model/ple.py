@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from page4.kernels.backend import Backend
 from page4.kernels.gated_delta import causal_conv1d_reference
 from page4.kernels.norm_rope import rms_norm_zero_centred
 from page4.kvcache.recurrent import ConvSlots
@@ -35,6 +36,7 @@ class PerLayerEmbedding(nn.Module):
         self.hidden_size = config.hidden_size
         self.eps = config.rms_norm_eps
         self.dilation = config.ngram_size
+        self.backend: Backend = "reference"
         width = config.stream_size
         self.ple_embedding = NGramEmbedding(config, index)
         self.key_proj = projection(width, config.ple_embed_dim)
@@ -66,17 +68,27 @@ class PerLayerEmbedding(nn.Module):
         """Rows of a step ``[N, S*H] -> [N, S*H]``; reads and advances the convolution state."""
         embedding = self.ple_embedding(batch.token_history).to(residual.dtype)
         gated, normed = self.gate(residual, embedding)
+        return self.add(residual, gated, self.convolve(normed, batch, slots))
+
+    def convolve(self, normed: Tensor, batch: RowBatch, slots: ConvSlots) -> Tensor:
+        """The convolution of a step's rows, FP32 ``[N, S*H]``; advances its state."""
+        if self.backend == "triton":
+            from .recurrent_triton import convolve_triton  # see Step.kernels
+
+            return convolve_triton(self, normed, batch, slots)
         convolved = torch.empty_like(normed)
         for group in batch.groups:
-            y, history = causal_conv1d_reference(
-                group.rows_of(normed),
-                self.conv1d.weight.squeeze(1).to(normed.dtype),
-                slots.read(group.requests, group.read_slots).to(normed.dtype),
+            inputs = group.rows_of(normed)
+            positions = group.rows_of(batch.positions)[:, 0]
+            y, _ = causal_conv1d_reference(
+                inputs,
+                self.conv1d.weight.squeeze(1),
+                slots.window(group.requests, positions).to(normed.dtype),
                 dilation=self.dilation,
             )
             group.put_rows(convolved, y)
-            slots.advance(group.requests, history, group.length, every_row=group.decode)
-        return self.add(residual, gated, convolved)
+            slots.store(group.requests, positions, inputs)
+        return convolved
 
     def _norm(self, x: Tensor, weight: Weight) -> Tensor:
         return rms_norm_zero_centred(x, weight.weight, self.eps, group_size=self.hidden_size)

@@ -20,6 +20,7 @@ from page4.experiments.kernel_cases import StepShape
 from page4.experiments.sm70.compiling import Job
 from page4.experiments.sm70.launches import Launch, recorded_launches
 from page4.experiments.sm70.pretend_gpu import GPU, GPUS, pretend_gpu
+from page4.experiments.sm70.recurrent_calls import recurrent_calls
 from page4.experiments.sm70.sampling_calls import sampling_calls
 from page4.experiments.sm70.step_inputs import (
     CONTEXT,
@@ -110,6 +111,7 @@ def _calls(gpu: GPU, thorough: bool) -> Iterator[tuple[str, Callable[[], object]
             for entry in file.entries.values():
                 yield f"as tuned: {_values(entry.key)}", partial(_shipped, file.kernel.name, entry)
     yield from sampling_calls()
+    yield from recurrent_calls()
     yield f"{SIZE}x{SIZE}", _product
 
 

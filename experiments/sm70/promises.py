@@ -51,6 +51,10 @@ PROMISES = {
     # The logit of one draft is 2 bytes.
     "decide_kernel": Promise(loads=(2, 16), stores=(4, 8)),
     "choose_draft_kernel": Promise(loads=(4, 16), stores=(4, 8)),
+    # Gates are one number a row, and heads of 128 numbers one number a thread.
+    "gated_delta_kernel": Promise(loads=(2, 16), stores=(2, 16)),
+    "causal_conv_kernel": Promise(loads=(2, 16), stores=(16, 16)),
+    "store_inputs_kernel": Promise(loads=(4, 16), stores=(16, 16)),
     "product_kernel": Promise(loads=(16, 16), stores=(16, 16), tensor_cores=80),
 }
 

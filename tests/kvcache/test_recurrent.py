@@ -18,7 +18,13 @@ WRONG = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def states(stepper: Stepper) -> list[Tensor]:
     """All recurrent states of the request as its next step would read them."""
-    return [slots.state[stepper.request, stepper.read_slot] for slots in stepper.cache.recurrent]
+    request, position = torch.tensor([stepper.request]), torch.tensor([len(stepper.tokens)])
+    return [
+        slots.window(request, position)
+        if isinstance(slots, ConvSlots)
+        else slots.read(request, torch.tensor([stepper.read_slot]))
+        for slots in stepper.cache.recurrent
+    ]
 
 
 def assert_same_states(a: Stepper, b: Stepper, tolerance: float) -> None:
@@ -87,14 +93,40 @@ def test_a_new_request_starts_from_zero(model: Qwen4ExpForCausalLM) -> None:
     assert all(not slots.state[fresh.request].any() for slots in stepper.cache.recurrent)
 
 
-def test_convolution_windows_end_after_each_row_or_after_the_last() -> None:
-    slots = ConvSlots(requests=2, slots=4, length=3, channels=1, dtype=torch.float32, device=CPU)
-    history = torch.arange(1.0, 8.0).view(1, 7, 1)  # three old inputs, four new
-    slots.advance(torch.tensor([1]), history, rows=4, every_row=True)
-    assert slots.state[1, :, :, 0].tolist() == [[2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7]]
+def test_a_window_is_what_was_stored_for_the_positions_before() -> None:
+    slots = ConvSlots(requests=2, rows=4, length=3, channels=1, dtype=torch.float32, device=CPU)
+    request = torch.tensor([1])
+
+    def store(position: int, *values: float) -> None:
+        slots.store(request, torch.tensor([position]), torch.tensor(values).view(1, -1, 1))
+
+    def window(position: int) -> list[float]:
+        return slots.window(request, torch.tensor([position])).flatten().tolist()
+
+    store(0, *range(1, 21))  # a prompt longer than the ring
+    assert window(20) == [18, 19, 20]
+    store(20, 21, -1, -2, -3)  # of these four rows one is kept
+    assert window(21) == [19, 20, 21]
+    store(21, 22, 23, 24, 25)  # the ring's places of the three before are untouched
+    assert window(21) == [19, 20, 21] and window(25) == [23, 24, 25]
     assert not slots.state[0].any()
-    slots.advance(torch.tensor([1]), history, rows=4, every_row=False)
-    assert slots.state[1, :2, :, 0].tolist() == [[5, 6, 7], [3, 4, 5]]
+
+
+def test_before_the_text_a_window_is_zero_whatever_the_ring_holds() -> None:
+    slots = ConvSlots(requests=1, rows=2, length=3, channels=1, dtype=torch.float32, device=CPU)
+    slots.state.fill_(torch.nan)
+    slots.store(torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0, 2.0]).view(1, 2, 1))
+    assert slots.window(torch.tensor([0]), torch.tensor([1])).flatten().tolist() == [0, 0, 1]
+
+
+def test_padding_reads_and_writes_nothing_of_any_request() -> None:
+    conv = ConvSlots(2, 3, 1, 1, torch.float32, CPU)
+    slots = GatedDeltaSlots(requests=2, slots=3, heads=1, key_dim=1, value_dim=1, conv=conv, device=CPU)
+    padding, position = torch.tensor([-1]), torch.tensor([5])
+    conv.store(padding, position, torch.full((1, 3, 1), torch.nan))
+    slots.store_rows(padding, torch.full((1, 3, 1, 1, 1), torch.nan))
+    slots.store_final(padding, torch.full((1, 1, 1, 1), torch.nan))
+    assert not conv.state[:2].any() and not slots.state[:2].any()
 
 
 def test_delta_states_are_stored_per_row_or_once() -> None:

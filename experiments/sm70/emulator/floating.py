@@ -21,6 +21,7 @@ from .operation import Builder, Mask, Operation, allow, one_result, result_place
 from .rounding import canonical, fused, odd_sum, round_float
 
 _ROUNDINGS = ("RN", "RZ", "RM", "RP")
+_SCALES = {"D2": 0.5, "D4": 0.25, "D8": 0.125, "M2": 2.0, "M4": 4.0, "M8": 8.0}  # of a product
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal, "EQ": np.equal,
     "NE": lambda a, b: (a < b) | (a > b),
@@ -63,16 +64,17 @@ def fadd(instruction: Instruction, operands: Operands) -> Operation:
 
 
 def fmul(instruction: Instruction, operands: Operands) -> Operation:
-    """``a * b``."""
-    allow(instruction, "FTZ", "SAT", *_ROUNDINGS)
+    """``a * b``, with a modifier times a power of two, rounded once."""
+    allow(instruction, "FTZ", "SAT", *_ROUNDINGS, *_SCALES)
     sources = instruction.operands[1:3]
     a, b = (operands.floats(operand, flush="FTZ" in instruction.modifiers) for operand in sources)
     mode = rounding_of(instruction)
-    if mode == "RN":
+    scale = next((_SCALES[name] for name in instruction.modifiers if name in _SCALES), None)
+    if mode == "RN" and scale is None:
         return one_result(instruction, operands, sources, lambda: _finish(instruction, a() * b()))
 
     def compute() -> Any:
-        product = np.asarray(np.multiply(a(), b(), dtype=np.float64))
+        product = np.asarray(np.multiply(a(), b(), dtype=np.float64)) * (scale or 1.0)
         return _finish(instruction, round_float(product, mode))
 
     return one_result(instruction, operands, sources, compute)

@@ -18,7 +18,13 @@ from tests.kernels import (
     test_block_select_triton as selection,
 )
 from tests.kernels import (
+    test_causal_conv_triton as convolution,
+)
+from tests.kernels import (
     test_codecs_triton as codecs,
+)
+from tests.kernels import (
+    test_gated_delta_triton as delta,
 )
 from tests.kernels import (
     test_index_scores_triton as scores,
@@ -103,3 +109,25 @@ def test_attention_of_other_shapes(kv_heads: int, group: int, rows: int, dim: in
 def test_merge_of_splits() -> None:
     attention.test_merge_of_empty_and_live_splits([2])
     attention.test_rows_without_tokens_give_zero_and_minus_infinity(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gated_delta_steps_share_rings_without_races(dtype: torch.dtype) -> None:
+    """Key heads of several value heads, read slots that the step overwrites, chunks that fill the ring."""
+    delta.test_a_verify_step(4, dtype)
+    delta.test_head_counts_and_taps(2, 6, 4)
+    delta.test_a_chunk_of_a_prompt_leaves_one_state(8)
+
+
+def test_gated_delta_rows_have_the_same_bits_alone() -> None:
+    delta.test_rows_one_by_one_give_the_bits_of_a_verify_step()
+    delta.test_gates_keep_their_precision_where_decay_is_weak()
+
+
+def test_gated_delta_of_wide_heads() -> None:
+    delta.test_head_dimensions(128, 128)
+
+
+@pytest.mark.parametrize("pieces", [(21, 8, 1), (3, 1, 4, 4, 2)])
+def test_convolution(pieces: tuple[int, ...]) -> None:
+    convolution.test_pieces_of_any_length_give_what_the_whole_text_gives(pieces, 4, 3)

@@ -49,6 +49,9 @@ def test_sums_and_products() -> None:
     assert_same(result("FADD R40, -R20, |R21|", A, B), -A + np.abs(B))
     assert_same(result("FMUL R40, R20, R21", A, B), A * B)
     assert_same(result("FMUL R40, R20, 0.25", A), A * np.float32(0.25))
+    wide = A.astype(np.float64) * B
+    assert_same(result("FMUL.D4 R40, R20, R21", A, B), (wide / 4).astype(np.float32))
+    assert_same(result("FMUL.M8 R40, R20, R21", A, B), (wide * 8).astype(np.float32))
     flushed = np.where(np.abs(A) < 2.0**-126, np.copysign(0, A), A).astype(np.float32)
     assert_same(result("FADD.FTZ R40, R20, -RZ", A), flushed + np.float32(-0.0))
     assert_same(result("FADD.SAT R40, R20, RZ", floats([-3, 0.25, 9, INF])), floats([0, 0.25, 1, 1]))
