@@ -119,7 +119,7 @@ def run(
         trials = folder.samples(COLUMNS, KEY, "trials.csv")
         if try_cell is None:
             compiler = stack.enter_context(closing(Compiler(side_install())))
-            try_cell = functools.partial(try_predicted, compiler=compiler, config=config)
+            try_cell = functools.partial(try_predicted, compiler=compiler, config=config, spilling=set())
         progress.start(len(cells))
         for cell in cells:
             found = _results(cells, trials.rows)

@@ -101,11 +101,13 @@ def try_predicted(
     only: Any | None,
     compiler: Compiler,
     config: PredictedTuningConfig,
+    spilling: set[tuple[Any, ...]],
 ) -> tuple[Any, list[PredictedTrial]]:
     """Predict a cell's configurations in two rounds; returns its default and the trials.
 
     ``known`` trials of the cell, by their code, are taken over; configurations of one code take as long.
-    With ``only`` one configuration there is nothing else to try than that and the default.
+    With ``only`` one configuration there is nothing else to try than that and the default. Tiles that spilled
+    in a cell with other requests are not compiled again: ``spilling`` remembers them.
     """
     default, configs = possible_configs(cell, config)
     if only is not None:
@@ -116,6 +118,10 @@ def try_predicted(
     waiting = list(dict.fromkeys([default, *first_round(configs[1:], _filling(cell, default))]))
     while waiting:
         for candidate in waiting:
+            place = (cell.kernel, dataclasses.replace(cell.step, requests=1), tile_of(candidate))
+            if place in spilling and candidate != default:
+                trials.append(PredictedTrial(candidate, "spills", note="as with other splits"))
+                continue
             code = call_digest(_call(cell, candidate))
             is_default = candidate == default
             if code not in by_code or (is_default and by_code[code].outcome == "spills"):
@@ -123,6 +129,8 @@ def try_predicted(
                     _try(cell, candidate, is_default, compiler, config), code=code
                 )
             trials.append(dataclasses.replace(by_code[code], config=candidate))
+            if trials[-1].outcome == "spills":
+                spilling.add(place)
         times = [Trial(trial.config, "timed" if trial.us else "fails", trial.us) for trial in trials]
         waiting = next_round(configs, times, config.kept_tiles)
     return default, trials

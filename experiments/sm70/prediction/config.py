@@ -11,7 +11,7 @@ from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 
 Implementation = Literal["gluon", "triton"]
-StepKernel = Literal["prepare", "scores", "select", "verify"]
+StepKernel = Literal["prepare", "scores", "select", "verify", "gdn"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
@@ -32,8 +32,8 @@ class PredictConfig:
         heads: (query heads, KV heads) each.
         formats: of K and V.
         step_kernels: other calls of a step, at all ``rows`` and ``requests`` with the first of ``heads`` and
-            ``formats``: ``prepare`` (the K/V write), ``scores``, ``select`` with its plan, and ``verify``
-            over logits of 248,320 tokens.
+            ``formats``: ``prepare`` (the K/V write), ``scores``, ``select`` with its plan, ``verify`` over
+            logits of 248,320 tokens, and ``gdn``, a Gated DeltaNet layer of 48/16 heads of 128 x 128.
         step_context: tokens of a request for those.
         context: tokens of a request; beyond what the selected blocks need it changes nothing.
         overlap: share of a row's blocks that all rows of its request select.

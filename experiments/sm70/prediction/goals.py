@@ -25,7 +25,7 @@ OVER_PLAIN = 8.0
 OF_STREAM = 0.7
 """Least share of the bandwidth of streams that :data:`OF_STREAM_KERNELS` reach at 64 requests, 4 rows."""
 
-OF_STREAM_KERNELS = ("prepare", "select", "verify")
+OF_STREAM_KERNELS = ("prepare", "select", "verify", "gdn")
 
 _SMALL, _WIDE = (6, 1), (24, 2)
 

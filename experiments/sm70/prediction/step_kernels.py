@@ -1,4 +1,4 @@
-"""Predicts the other calls of a step: K/V write, index scores, selection with its plan, and verification."""
+"""Predicts the other calls of a step: K/V write, index scores, selection, verification, recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from page4.experiments.bench.prepare_case import prepare_bytes
 from page4.experiments.bench.selection_case import scores_bytes, visible_scores
+from page4.experiments.gated_delta_cases import delta_bytes
 from page4.experiments.kernel_cases import PrepareInputs, ScoreInputs, StepShape
 from page4.experiments.samples import Row
 from page4.experiments.sm70.compiling import Compiler
@@ -19,6 +20,7 @@ from page4.experiments.sm70.predictor.static_report import dram_floor_us
 from page4.experiments.sm70.predictor.step import STEP_INPUTS, predict_call
 from page4.experiments.verify_cases import verify_bytes
 from page4.kernels.block_select_triton import select_plan_triton
+from page4.kernels.gated_delta_triton import gated_delta_triton
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.mtp_verify_triton import verify_triton
 from page4.kernels.qsa_configs import prepare_config, scores_config
@@ -62,6 +64,7 @@ _LAUNCHERS: dict[StepKernel, Callable[[Any], object]] = {
     "scores": _scores,
     "select": lambda inputs: select_plan_triton(**vars(inputs)),
     "verify": lambda inputs: verify_triton(**vars(inputs)),
+    "gdn": lambda inputs: gated_delta_triton(**vars(inputs)),
 }
 
 
@@ -141,6 +144,8 @@ def floor_bytes(kernel: StepKernel, shape: StepShape) -> int:
         return scores_bytes(shape)
     if kernel == "verify":
         return verify_bytes(shape)
+    if kernel == "gdn":
+        return delta_bytes(shape)
     listed = min(shape.topk, shape.context // 4)
     return 4 * visible_scores(shape) + _PLAN_ENTRY_BYTES * shape.requests * listed
 

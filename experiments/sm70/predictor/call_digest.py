@@ -21,6 +21,7 @@ _SM70 = Path(__file__).resolve().parents[1]
 _MODEL = (
     _SM70 / "emulator", _SM70 / "predictor", _SM70 / "assembly.py", _SM70 / "trace.py",
     _SM70.parent / "kernel_cases.py", _SM70.parent / "verify_cases.py",
+    _SM70.parent / "gated_delta_cases.py",
 )  # fmt: skip
 _LENGTH = 16  # hexadecimal digits
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from page4.experiments.gated_delta_cases import delta_copies, delta_inputs
 from page4.experiments.kernel_cases import (
     StepShape,
     attention_copies,
@@ -46,6 +47,7 @@ STEP_INPUTS = {
     "scores": StepInputs(step_inputs.score_inputs, score_copies),
     "select": StepInputs(step_inputs.select_inputs, select_copies),
     "verify": StepInputs(verify_inputs, verify_copies),
+    "gdn": StepInputs(delta_inputs, delta_copies, axis=1),
 }
 
 

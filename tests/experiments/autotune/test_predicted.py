@@ -178,8 +178,8 @@ def test_real_trials_are_predicted_once() -> None:
     (cell,) = plan_cells(config, V100_PROBLEMS)
     compiler = Compiler(side_install())
     try:
-        default, trials = try_predicted(cell, {}, None, compiler, config)
-        again = try_predicted(cell, {t.code: t for t in trials}, None, _NoCompiler(), config)
+        default, trials = try_predicted(cell, {}, None, compiler, config, set())
+        again = try_predicted(cell, {t.code: t for t in trials}, None, _NoCompiler(), config, set())
     finally:
         compiler.close()
     assert trials[0].config == default

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from page4.experiments import gated_delta_cases
 from page4.experiments.bench.machine import Launches
 from page4.experiments.cli import run as run_command
 from page4.experiments.gpu_timing import Timing
@@ -19,7 +20,7 @@ from page4.experiments.samples import Row, read_samples
 from page4.experiments.sm70.prediction import study as prediction
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
 from page4.experiments.sm70.prediction.step_kernels import row_of
-from page4.experiments.sm70.validation import measure, verify_case
+from page4.experiments.sm70.validation import delta_case, measure, verify_case
 from page4.experiments.sm70.validation.config import ValidateConfig
 from page4.experiments.sm70.validation.measure import COLUMNS
 from page4.experiments.sm70.validation.report import agreement
@@ -202,6 +203,28 @@ def test_a_wrong_verification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return accepted, emitted
 
     monkeypatch.setattr(verify_case, "verify_triton", off_by_one)
+    assert not contender.check().passed
+
+
+@NEEDS_CPU
+def test_a_wrong_recurrent_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"KEY_HEADS": 1, "VALUE_HEADS": 2, "HEAD_DIM": 16, "_CHANNELS": 64, "_WIDTH": 32, "_STATE": 512}
+    for name, value in sizes.items():
+        monkeypatch.setattr(gated_delta_cases, name, value)
+    shape = StepShape(
+        requests=3, rows=3, query_heads=4, kv_heads=2, context=70, overlap=0.5, kv_format="e4m3", topk=8
+    )
+    (contender,) = delta_case.delta_case(shape, 2, 0, small_machine()).contenders
+    first = contender.check()
+    assert first.passed and first.checked == 2 and first.error > 0
+    real = delta_case.gated_delta_triton
+
+    def forgetful(**inputs: Any) -> Any:
+        result = real(**inputs)
+        inputs["state"].mul_(1.0001)
+        return result
+
+    monkeypatch.setattr(delta_case, "gated_delta_triton", forgetful)
     assert not contender.check().passed
 
 
