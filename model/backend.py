@@ -33,16 +33,22 @@ def checked_backend(
 
 
 def _check_triton(config: Qwen4ExpConfig, dtype: torch.dtype) -> None:
-    """Refuse sizes that the Triton kernels of the sparse layers are not made for; the first one is named."""
+    """Refuse sizes that the Triton kernels are not made for; the first one is named."""
     # Triton does not exist on every platform that runs the reference.
     from page4.kernels.block_plan import BLOCK_TOKENS
     from page4.kernels.block_select_triton import MAX_TOPK
+    from page4.kernels.gated_delta_triton import HEAD_DIMS as DELTA_DIMS
+    from page4.kernels.gated_delta_triton import MAX_TAPS
     from page4.kernels.page4_attention_inputs import HEAD_DIMS, MAX_HEADS_PER_KV
 
     ratio, topk, dtypes = config.indexer_compress_ratio, config.block_topk, (torch.float16, torch.float32)
     head, index, rotary = config.head_dim, config.indexer_head_dim, config.rotary_dim
     group = config.num_attention_heads // config.num_key_value_heads
-    heads = ", ".join(map(str, HEAD_DIMS))
+    linear = "linear_attention" in config.layer_types
+    key, value, taps = (
+        config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim,
+    )  # fmt: skip
+    heads, delta = (", ".join(map(str, dims)) for dims in (HEAD_DIMS, DELTA_DIMS))
     limits: tuple[tuple[bool, str, object], ...] = (
         (ratio == BLOCK_TOKENS, f"indexer_compress_ratio {BLOCK_TOKENS}", ratio),
         (head in HEAD_DIMS, f"head_dim one of {heads}", head),
@@ -50,11 +56,14 @@ def _check_triton(config: Qwen4ExpConfig, dtype: torch.dtype) -> None:
         (_is_power_of_two(rotary) and 2 <= rotary <= head, "rotary dimension a power of two", rotary),
         (group <= MAX_HEADS_PER_KV, f"query heads per KV head at most {MAX_HEADS_PER_KV}", group),
         (topk <= MAX_TOPK, f"indexer_budget / indexer_compress_ratio at most {MAX_TOPK}", topk),
+        (not linear or key in DELTA_DIMS, f"linear_key_head_dim one of {delta}", key),
+        (not linear or value in DELTA_DIMS, f"linear_value_head_dim one of {delta}", value),
+        (not linear or taps <= MAX_TAPS, f"linear_conv_kernel_dim at most {MAX_TAPS}", taps),
         (dtype in dtypes, "dtype torch.float16 or torch.float32", dtype),
     )
-    for holds, limit, value in limits:
+    for holds, limit, found in limits:
         if not holds:
-            raise InputError(f"backend 'triton' needs {limit}, the model has {value}")
+            raise InputError(f"backend 'triton' needs {limit}, the model has {found}")
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from page4.kernels import gated_delta_triton as module
 from page4.kernels.errors import InputError
 from page4.kernels.gated_delta_triton import (
     HEAD_DIMS,
@@ -200,6 +201,23 @@ def test_rejected_rows_leave_no_trace(accepted: int) -> None:
             assert torch.equal(single[0], out[t])
         position, slot = position + accepted + 1, accepted
         assert torch.equal(speculative.state[0, slot], sequential.state[0, 0])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 20])
+def test_no_program_writes_what_another_may_still_read(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So their order does not matter: the window stays, and what is written was NaN, which nothing shows."""
+    monkeypatch.setattr(module, "store_inputs", lambda *arguments: None)
+    caches = Caches.random(SMALL, requests=1, slots=4)
+    before = caches.ring.clone()
+    out = run(
+        inputs_of(SMALL, rows, 0), weights_of(SMALL), caches, request_rows([0], [0], [7], rows), rows <= 4
+    )
+    assert out.isfinite().all()
+    window = [(7 - back) % 7 for back in (1, 2, 3)]
+    assert torch.equal(caches.ring[:, window], before[:, window])
+    written = [(7 + t) % 7 for t in range(rows)] if rows <= 4 else []
+    assert caches.ring[:, written].isfinite().all()
+    assert int(caches.ring.isfinite().all(-1).sum()) == 3 + len(written)
 
 
 @pytest.mark.parametrize("pieces", [(1, 22), (8, 8, 7), (20, 3), (18, 1, 4)])

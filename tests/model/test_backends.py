@@ -81,6 +81,9 @@ UNSUPPORTED = [
     (rotated(0.375), "rotary dimension a power of two, the model has 12"),
     ({"indexer_compress_ratio": 2}, "indexer_compress_ratio 4, the model has 2"),
     ({"num_attention_heads": 34, "num_key_value_heads": 2}, "per KV head at most 16, the model has 17"),
+    ({"linear_key_head_dim": 24}, "linear_key_head_dim one of 16, .*, 256, the model has 24"),
+    ({"linear_value_head_dim": 512}, "linear_value_head_dim one of .*, the model has 512"),
+    ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim at most 4, the model has 5"),
     ({"indexer_budget": 2052}, "indexer_compress_ratio at most 512, the model has 513"),
 ]
 

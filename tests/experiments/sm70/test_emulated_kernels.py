@@ -112,7 +112,7 @@ def test_merge_of_splits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gated_delta_steps_share_rings_without_races(dtype: torch.dtype) -> None:
+def test_gated_delta_steps(dtype: torch.dtype) -> None:
     """Key heads of several value heads, read slots that the step overwrites, chunks that fill the ring."""
     delta.test_a_verify_step(4, dtype)
     delta.test_head_counts_and_taps(2, 6, 4)
