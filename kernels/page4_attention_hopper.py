@@ -19,7 +19,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from page4.kernels.gluon_tiles import (
@@ -182,7 +186,7 @@ def page4_attention_hopper_kernel(
         fetch_tile(p_k, s_k.index((ahead + 1) % STAGES), s_block, s_seen, ahead + 1)
         s_keys = s_k.index(turn % STAGES)
         b_s = gl.full([BN, BM], 0.0, gl.float32, layout=MMA)
-        # In parts, so that few decoded numbers are in registers and more programs fit a multiprocessor.
+        # In parts, so that few decoded numbers are in registers: one is decoded while the last is multiplied.
         for part in gl.static_range(D // K_PART):
             b_k = s_keys.slice(part * K_PART // PACKED, K_PART // PACKED, dim=1).load(K_LOAD)
             b_k = _in_key_order(decode(b_k, DECODE), K_RUN)
@@ -190,7 +194,9 @@ def page4_attention_hopper_kernel(
                 gl.convert_layout(b_k, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True),
                 s_q.slice(part * K_PART, K_PART, dim=1).permute([1, 0]),
                 b_s,
+                is_async=True,
             )
+            b_s = warpgroup_mma_wait(1 if part + 1 < D // K_PART else 0, deps=[b_s])
 
         b_seen = s_seen.index(turn).load(gl.SliceLayout(1, SEEN))[:, None] >> o_seen
         b_seen = gl.convert_layout(gl.reshape(b_seen, [BN]), gl.SliceLayout(1, MMA), assert_trivial=True)
@@ -221,7 +227,9 @@ def page4_attention_hopper_kernel(
                 gl.convert_layout(b_vt, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True),
                 s_p.slice(part * V_PART, V_PART, dim=0),
                 b_acc,
+                is_async=True,
             )
+            b_acc = warpgroup_mma_wait(1 if part + 1 < BN // V_PART else 0, deps=[b_acc])
 
     b_total = gl.convert_layout(gl.sum(b_sum, axis=0), MEMBER)
     m_live = b_total != 0.0  # NaN stays

@@ -26,161 +26,237 @@ from page4.kernels.step_rows import StepRows
 _PAGE = tl.constexpr(PAGE_TOKENS)
 
 
-@triton.jit
-def _features(D: tl.constexpr, HALF: tl.constexpr):
-    """Features of a head as ``[1, D / HALF, HALF]``: the rotary embedding pairs block 0 with block 1."""
-    o_block, o_half = tl.arange(0, D // HALF), tl.arange(0, HALF)
-    return (o_block[:, None] * HALF + o_half[None, :])[None, :, :]
+@triton.constexpr_function
+def _rest_features(dim: int, half: int) -> int:
+    """Width of the piece that is not rotated: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(dim - 2 * half))
 
 
 @triton.jit
-def _paired_features(D: tl.constexpr, HALF: tl.constexpr):
-    """The feature that each one is rotated with (of the first two blocks; others have no partner)."""
-    o_block, o_half = tl.arange(0, D // HALF), tl.arange(0, HALF)
-    return ((o_block ^ 1)[:, None] * HALF + o_half[None, :])[None, :, :]
+def _pieces(D: tl.constexpr, HALF: tl.constexpr):
+    """Features of a head in pieces ``[HALF]``, ``[HALF]`` and ``[REST]``, and which of ``REST`` exist.
+
+    The rotary embedding pairs the first piece with the second and leaves the rest alone. Kept apart, no
+    feature is loaded or computed twice, and none changes lanes.
+    """
+    o_half = tl.arange(0, HALF)
+    o_rest = 2 * HALF + tl.arange(0, _rest_features(D, HALF))
+    return o_half, HALF + o_half, o_rest, o_rest < D
 
 
 @triton.jit
-def _inverse_rms(b_x, eps, D: tl.constexpr):
-    """``rsqrt(mean(x^2) + eps)`` of every row, ``[BM, D / HALF, HALF] -> [BM, 1, 1]``."""
-    b_sum = tl.sum(tl.sum(b_x * b_x, 2), 1)  # [BM]
-    return tl.rsqrt(b_sum * (1.0 / D) + eps)[:, None, None]  # D is a power of two, so 1 / D is exact
+def _gains(p_weight, D: tl.constexpr, HALF: tl.constexpr):
+    """One more than a norm's weights, FP32, in pieces."""
+    o_first, o_second, o_rest, m_rest = _pieces(D, HALF)
+    b_first, b_second = tl.load(p_weight + o_first), tl.load(p_weight + o_second)
+    b_rest = tl.load(p_weight + o_rest, mask=m_rest, other=0.0)
+    return 1.0 + b_first.to(tl.float32), 1.0 + b_second.to(tl.float32), 1.0 + b_rest.to(tl.float32)
 
 
 @triton.jit
-def _gain(p_weight, o_feature):
-    return 1.0 + tl.load(p_weight + o_feature).to(tl.float32)
+def _norm(b_first, b_second, b_rest, b_gain_first, b_gain_second, b_gain_rest, eps, D: tl.constexpr):
+    """The pieces of a head after its norm; FP32."""
+    square = tl.sum(b_first * b_first + b_second * b_second, 0) + tl.sum(b_rest * b_rest, 0)
+    inverse = tl.rsqrt(square * (1.0 / D) + eps)  # D is a power of two, so 1 / D is exact
+    return (
+        b_first * inverse * b_gain_first,
+        b_second * inverse * b_gain_second,
+        b_rest * inverse * b_gain_rest,
+    )
 
 
 @triton.jit
-def _rotate(b_x, b_pair, p_angles, num_angles, b_position, m_row, D: tl.constexpr, HALF: tl.constexpr):
-    """Rotary embedding of rows ``[BM, D / HALF, HALF]``, given each feature's partner; FP32.
+def _rotate(b_first, b_second, p_angles, num_angles, position, live, HALF: tl.constexpr):
+    """Rotary embedding of paired features ``[HALF]``; FP32.
 
     A position that the table does not have gives NaN.
     """
-    o_block, o_half = tl.arange(0, D // HALF), tl.arange(0, HALF)
-    m_angle = (m_row & (b_position < num_angles))[:, None]
-    o_angle = b_position[:, None] * (2 * HALF) + o_half[None, :]  # [BM, HALF]
-    b_cos = tl.load(p_angles + o_angle, mask=m_angle, other=float("nan"))[:, None, :]
-    b_sin = tl.load(p_angles + o_angle + HALF, mask=m_angle, other=float("nan"))[:, None, :]
-    b_turned = b_x * b_cos + tl.where(o_block == 0, -1.0, 1.0)[None, :, None] * b_pair * b_sin
-    return tl.where((o_block < 2)[None, :, None], b_turned, b_x)
+    p_angle = p_angles + position * (2 * HALF) + tl.arange(0, HALF)
+    known = live & (position < num_angles)
+    b_cos = tl.load(p_angle, mask=known, other=float("nan"))
+    b_sin = tl.load(p_angle + HALF, mask=known, other=float("nan"))
+    return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
+
+
+@triton.jit
+def _load_head(p_positions, p_head, row, stride, rows, D: tl.constexpr, HALF: tl.constexpr):
+    """The position of a row, -1 past the last, and the pieces of a head as they are."""
+    exists = row < rows
+    p_head += row * stride
+    o_first, o_second, o_rest, m_rest = _pieces(D, HALF)
+    position = tl.load(p_positions + row, mask=exists, other=-1)
+    b_first = tl.load(p_head + o_first, mask=exists, other=0.0)
+    b_second = tl.load(p_head + o_second, mask=exists, other=0.0)
+    return position, b_first, b_second, tl.load(p_head + o_rest, mask=exists & m_rest, other=0.0)
 
 
 @triton.jit
 def _norm_rope(
-    p_head, o_row, p_weight, p_angles, num_angles, b_position, m_row, eps, D: tl.constexpr, HALF: tl.constexpr
+    b_first, b_second, b_rest, b_gain_first, b_gain_second, b_gain_rest, p_angles, num_angles, position, eps,
+    D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotation of one head of BM rows, each rounded to the activations' dtype."""
-    o_feature, o_pair = _features(D, HALF), _paired_features(D, HALF)
-    p_row = p_head + o_row[:, None, None]
-    b_x = tl.load(p_row + o_feature, mask=m_row[:, None, None], other=0.0).to(tl.float32)
-    m_pair = m_row[:, None, None] & (o_feature < 2 * HALF)
-    b_pair = tl.load(p_row + o_pair, mask=m_pair, other=0.0).to(tl.float32)  # from the L1 cache
-    b_inverse = _inverse_rms(b_x, eps, D)
-    b_x = (b_x * b_inverse * _gain(p_weight, o_feature)).to(p_head.dtype.element_ty).to(tl.float32)
-    b_pair = (b_pair * b_inverse * _gain(p_weight, o_pair)).to(p_head.dtype.element_ty).to(tl.float32)
-    b_rotated = _rotate(b_x, b_pair, p_angles, num_angles, b_position, m_row, D, HALF)
-    return b_rotated.to(p_head.dtype.element_ty)
+    """Norm and rotation of a head in pieces, each rounded to the activations' dtype."""
+    dtype = b_first.dtype
+    b_first, b_second, b_rest = _norm(
+        b_first.to(tl.float32), b_second.to(tl.float32), b_rest.to(tl.float32),
+        b_gain_first, b_gain_second, b_gain_rest, eps, D,
+    )  # fmt: skip
+    b_first, b_second = _rotate(
+        b_first.to(dtype).to(tl.float32), b_second.to(dtype).to(tl.float32),
+        p_angles, num_angles, position, position >= 0, HALF,
+    )  # fmt: skip
+    return b_first.to(dtype), b_second.to(dtype), b_rest.to(dtype)
 
 
 @triton.jit
-def _store_kv(
-    b_x, p_pages, p_scales, b_slot, i_head, scale, BM: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+def _prepare_queries(
+    p_positions, p_head, stride, p_weight, p_angles, num_angles, p_out, stride_out, first_row, rows, eps,
+    D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Encode one head of BM rows into its page slots."""
-    m_slot = b_slot >= 0
-    b_slot = tl.where(m_slot, b_slot, 0)
-    o_slot = (b_slot // _PAGE * HKV + i_head) * _PAGE + b_slot % _PAGE  # [BM] int64
-    b_x = b_x.to(tl.float32)
+    """Norm and rotation of a query head of ROWS rows."""
+    b_gain_first, b_gain_second, b_gain_rest = _gains(p_weight, D, HALF)
+    position, b_first, b_second, b_rest = _load_head(p_positions, p_head, first_row, stride, rows, D, HALF)
+    for i_row in range(ROWS):
+        next_row = first_row + tl.minimum(i_row + 1, ROWS - 1)
+        next_position, b_next_first, b_next_second, b_next_rest = _load_head(
+            p_positions, p_head, next_row, stride, rows, D, HALF
+        )  # fmt: skip
+        b_first, b_second, b_rest = _norm_rope(
+            b_first, b_second, b_rest, b_gain_first, b_gain_second, b_gain_rest,
+            p_angles, num_angles, position, eps, D, HALF,
+        )  # fmt: skip
+        _store_head(
+            p_out + (first_row + i_row) * stride_out, position >= 0, b_first, b_second, b_rest, D, HALF
+        )
+        position, b_first, b_second, b_rest = next_position, b_next_first, b_next_second, b_next_rest
+
+
+@triton.jit
+def _store_head(p_head, live, b_first, b_second, b_rest, D: tl.constexpr, HALF: tl.constexpr):
+    """Store the pieces of a head."""
+    o_first, o_second, o_rest, m_rest = _pieces(D, HALF)
+    tl.store(p_head + o_first, b_first, mask=live)
+    tl.store(p_head + o_second, b_second, mask=live)
+    tl.store(p_head + o_rest, b_rest, mask=live & m_rest)
+
+
+@triton.jit
+def _page_slot(slot, i_head, HKV: tl.constexpr):
+    """Which token of all pages' KV heads a slot is; 0 without a slot."""
+    return tl.where(slot >= 0, (slot // _PAGE * HKV + i_head) * _PAGE + slot % _PAGE, 0)
+
+
+@triton.jit
+def _largest(b_x):
+    """The bits of the largest magnitude."""
+    return tl.max(magnitude_bits(b_x.to(tl.float32)), 0)
+
+
+@triton.jit
+def _store_k(
+    b_first, b_second, b_rest, p_pages, p_scales, slot, i_head, scale,
+    HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Encode the pieces of a K head into its page slot."""
+    token = _page_slot(slot, i_head, HKV)
     if FORMAT == "int8":
-        b_scale = int8_scale(tl.max(tl.max(magnitude_bits(b_x), 2), 1))  # [BM]
-        tl.store(p_scales + o_slot, b_scale, mask=m_slot)
-        b_code = encode(b_x, b_scale[:, None, None], FORMAT)
-    else:
-        b_code = encode(b_x, scale, FORMAT, NATIVE)
-    tl.store(p_pages + o_slot[:, None, None] * D + _features(D, HALF), b_code, mask=m_slot[:, None, None])
+        largest = tl.maximum(tl.maximum(_largest(b_first), _largest(b_second)), _largest(b_rest))
+        scale = int8_scale(largest)
+        tl.store(p_scales + token, scale, mask=slot >= 0)
+    _store_head(
+        p_pages + token * D, slot >= 0,
+        encode(b_first.to(tl.float32), scale, FORMAT, NATIVE),
+        encode(b_second.to(tl.float32), scale, FORMAT, NATIVE),
+        encode(b_rest.to(tl.float32), scale, FORMAT, NATIVE),
+        D, HALF,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_v(
+    b_v, p_pages, p_scales, slot, i_head, scale,
+    HKV: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Encode a V head ``[D]`` into its page slot."""
+    token = _page_slot(slot, i_head, HKV)
+    if FORMAT == "int8":
+        scale = int8_scale(_largest(b_v))
+        tl.store(p_scales + token, scale, mask=slot >= 0)
+    b_code = encode(b_v.to(tl.float32), scale, FORMAT, NATIVE)
+    tl.store(p_pages + token * D + tl.arange(0, D), b_code, mask=slot >= 0)
 
 
 @triton.jit
 def _block_mean(
-    p_raw, stride_raw, p_ring, o_row, o_feature, b_index, b_ahead, b_position, b_request, m_block,
+    p_raw, stride_raw, p_ring, o_feature, m_feature, row, index, ahead, position, request,
     DI: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """FP32 mean of the raw keys of each row's block; those before the step's rows come from the ring."""
+    """FP32 mean of some features of a block's raw keys; those before the step's rows come from the ring."""
+    b_sum = tl.zeros(o_feature.shape, tl.float32)
     for i_member in tl.static_range(RATIO):
-        b_offset = b_ahead + (i_member - (RATIO - 1))  # [BM] from the row to this member
-        m_new = b_index + b_offset >= 0
-        o_new = (o_row + b_offset) * stride_raw
-        b_new = tl.load(
-            p_raw + o_new[:, None, None] + o_feature, mask=(m_block & m_new)[:, None, None], other=0.0
-        )
-        o_old = (b_request * RING + (b_position + b_offset) % RING) * DI
-        b_old = tl.load(
-            p_ring + o_old[:, None, None] + o_feature, mask=(m_block & ~m_new)[:, None, None], other=0.0
-        )
-        b_key = tl.where(m_new[:, None, None], b_new.to(p_ring.dtype.element_ty), b_old).to(tl.float32)
-        if i_member == 0:
-            b_sum = b_key
-        else:
-            b_sum += b_key
+        offset = ahead + (i_member - (RATIO - 1))  # from the row to this member
+        is_new = index + offset >= 0
+        b_new = tl.load(p_raw + (row + offset) * stride_raw + o_feature, mask=is_new & m_feature, other=0.0)
+        o_old = (request * RING + (position + offset) % RING) * DI
+        b_old = tl.load(p_ring + o_old + o_feature, mask=(index + offset < 0) & m_feature, other=0.0)
+        b_sum += tl.where(is_new, b_new.to(p_ring.dtype.element_ty), b_old).to(tl.float32)
     return b_sum * (1.0 / RATIO)  # exact: RATIO divides 16
 
 
 @triton.jit
 def _update_index_keys(
     p_raw, stride_raw, p_ring, p_compressed, p_block_tables, stride_block_tables,
-    p_weight, p_angles, num_angles, o_row, b_position, b_request, b_index, b_count, m_row, eps,
+    p_weight, p_angles, num_angles, row, position, request, index, count, eps,
     DI: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Compressed keys of the blocks that BM rows answer for, then the rings of requests that begin here.
+    """The compressed key of the block that a row answers for, then the ring of a request that begins here.
 
-    Programs share no ring, so none can read what another overwrites: only the program that holds a request's
-    first row of the step touches its ring. That row answers for the block that was open before the step, the
-    only one with keys in the ring, wherever its last key is; and it writes the ring for all rows of its
-    request, after a barrier. Every other block lies within the rows and is answered for by its last row.
+    Rows share no ring, so none can read what another overwrites: only a request's first row of the step
+    touches its ring. That row answers for the block that was open before the step, the only one with keys in
+    the ring, wherever its last key is; and it writes the ring for all rows of its request, after a barrier.
+    Every other block lies within the rows and is answered for by its last row.
     """
-    b_phase = b_position % RATIO
-    b_to_last = RATIO - 1 - b_phase  # rows from here to the last one of the row's block
-    m_first = m_row & (b_index == 0)
-    m_opened = m_first & (b_phase > 0) & (b_to_last < b_count)
-    m_within = m_row & (b_index >= RATIO - 1) & (b_to_last == 0)
-    m_block = m_opened | m_within
-    b_ahead = tl.where(m_opened, b_to_last, 0)
-    o_feature, o_pair = _features(DI, HALF), _paired_features(DI, HALF)
-    if tl.max(m_block.to(tl.int32), 0) > 0:
-        b_mean = _block_mean(
-            p_raw, stride_raw, p_ring, o_row, o_feature, b_index, b_ahead, b_position, b_request, m_block,
+    o_back = tl.arange(0, triton.next_power_of_2(RING))[:, None]
+    o_ring_row, o_feature = count - 1 - o_back, tl.arange(0, DI)[None, :]  # newest first
+    m_ring = (index == 0) & (o_back < RING) & (o_ring_row >= 0)
+    b_raw = tl.load(p_raw + (row + o_ring_row) * stride_raw + o_feature, mask=m_ring, other=0.0)
+    phase = position % RATIO
+    to_last = RATIO - 1 - phase  # rows from here to the last one of the row's block
+    opened = (index == 0) & (phase > 0) & (to_last < count)
+    within = (index >= RATIO - 1) & (to_last == 0)
+    if opened | within:
+        ahead = tl.where(opened, to_last, 0)
+        o_first, o_second, o_rest, m_rest = _pieces(DI, HALF)
+        b_first = _block_mean(
+            p_raw, stride_raw, p_ring, o_first, o_first < DI, row, index, ahead, position, request,
             DI, RATIO, RING,
         )  # fmt: skip
-        b_pair = _block_mean(
-            p_raw, stride_raw, p_ring, o_row, o_pair, b_index, b_ahead, b_position, b_request, m_block,
+        b_second = _block_mean(
+            p_raw, stride_raw, p_ring, o_second, o_second < DI, row, index, ahead, position, request,
             DI, RATIO, RING,
         )  # fmt: skip
-        b_inverse = _inverse_rms(b_mean, eps, DI)
-        b_mean = b_mean * b_inverse * _gain(p_weight, o_feature)
-        b_pair = b_pair * b_inverse * _gain(p_weight, o_pair)
-        b_block = (b_position + b_ahead) // RATIO
-        b_key = _rotate(b_mean, b_pair, p_angles, num_angles, b_block * RATIO, m_block, DI, HALF)
+        b_rest = _block_mean(
+            p_raw, stride_raw, p_ring, o_rest, m_rest, row, index, ahead, position, request,
+            DI, RATIO, RING,
+        )  # fmt: skip
+        b_gain_first, b_gain_second, b_gain_rest = _gains(p_weight, DI, HALF)
+        b_first, b_second, b_rest = _norm(
+            b_first, b_second, b_rest, b_gain_first, b_gain_second, b_gain_rest, eps, DI
+        )  # fmt: skip
+        block = (position + ahead) // RATIO
+        b_first, b_second = _rotate(b_first, b_second, p_angles, num_angles, block * RATIO, True, HALF)
         PER_PAGE: tl.constexpr = _PAGE // RATIO
-        o_table = b_request * stride_block_tables + b_block // PER_PAGE
-        b_page = tl.load(p_block_tables + o_table, mask=m_block, other=-1)
-        o_key = (b_page * PER_PAGE + b_block % PER_PAGE) * DI
-        b_key = b_key.to(p_compressed.dtype.element_ty)
-        tl.store(p_compressed + o_key[:, None, None] + o_feature, b_key, mask=(b_page >= 0)[:, None, None])
-    if tl.max(m_first.to(tl.int32), 0) > 0:
+        page = tl.load(p_block_tables + request * stride_block_tables + block // PER_PAGE)
+        dtype = p_compressed.dtype.element_ty
+        _store_head(
+            p_compressed + (page * PER_PAGE + block % PER_PAGE) * DI, page >= 0,
+            b_first.to(dtype), b_second.to(dtype), b_rest.to(dtype), DI, HALF,
+        )  # fmt: skip
+    if index == 0:
         # Other threads of this program may still be reading the ring.
         tl.debug_barrier()
-        for i_back in range(RING):
-            b_offset = b_count - 1 - i_back  # the newest RING rows, newest first
-            m_write = (m_first & (b_offset >= 0))[:, None, None]
-            o_new = (o_row + b_offset) * stride_raw
-            b_raw = tl.load(p_raw + o_new[:, None, None] + o_feature, mask=m_write, other=0.0)
-            o_ring = (b_request * RING + (b_position + b_offset) % RING) * DI
-            tl.store(
-                p_ring + o_ring[:, None, None] + o_feature, b_raw.to(p_ring.dtype.element_ty), mask=m_write
-            )
+        o_ring = (request * RING + (position + o_ring_row) % RING) * DI
+        tl.store(p_ring + o_ring + o_feature, b_raw.to(p_ring.dtype.element_ty), mask=m_ring)
 
 
 @triton.jit(do_not_specialize=["rows", "num_angles"])
@@ -192,55 +268,82 @@ def qsa_prepare_kernel(
     k_scale, v_scale, eps, rows,
     HQ: tl.constexpr, HKV: tl.constexpr, HI: tl.constexpr, D: tl.constexpr, DI: tl.constexpr,
     HALF: tl.constexpr, RATIO: tl.constexpr, RING: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    BM: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program handles one head of BM rows: the index key, an index query, a query, a key or a value."""
+    """One program handles one head of ROWS rows: the index key, an index query, a query, a key or a value.
+
+    A row's numbers are loaded while those of the row before are computed.
+    """
     start_dependent(DEPENDENT)
     i_role = tl.program_id(0)
-    o_row = tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
-    m_row = o_row < rows
-    b_position = tl.load(p_positions + o_row, mask=m_row, other=-1)
-    m_row &= b_position >= 0
+    first_row = tl.program_id(1).to(tl.int64) * ROWS
     if i_role == 0:
-        b_request = tl.load(p_request + o_row, mask=m_row, other=-1).to(tl.int64)
-        b_index = tl.load(p_row_index + o_row, mask=m_row, other=0)
-        b_count = tl.load(p_row_count + o_row, mask=m_row, other=0)
-        _update_index_keys(
-            p_index + HI * DI, stride_index, p_ring, p_compressed, p_block_tables, stride_block_tables,
-            p_index_k_norm, p_angles, num_angles,
-            o_row, b_position, b_request, b_index, b_count, m_row & (b_request >= 0), eps,
-            DI, HALF, RATIO, RING,
-        )  # fmt: skip
+        for i_row in range(ROWS):
+            row = first_row + i_row
+            position = tl.load(p_positions + row, mask=row < rows, other=-1)
+            request = tl.load(p_request + row, mask=row < rows, other=-1).to(tl.int64)
+            index = tl.load(p_row_index + row, mask=row < rows, other=0)
+            count = tl.load(p_row_count + row, mask=row < rows, other=0)
+            if (position >= 0) & (request >= 0):
+                _update_index_keys(
+                    p_index + HI * DI, stride_index, p_ring, p_compressed, p_block_tables,
+                    stride_block_tables, p_index_k_norm, p_angles, num_angles,
+                    row, position, request, index, count, eps, DI, HALF, RATIO, RING,
+                )  # fmt: skip
     elif i_role < 1 + HI:
         i_head = i_role - 1
-        b_q = _norm_rope(
-            p_index + i_head * DI, o_row * stride_index, p_index_q_norm, p_angles, num_angles,
-            b_position, m_row, eps, DI, HALF,
+        _prepare_queries(
+            p_positions, p_index + i_head * DI, stride_index, p_index_q_norm, p_angles, num_angles,
+            p_index_q + i_head * DI, HI * DI, first_row, rows, eps, DI, HALF, ROWS,
         )  # fmt: skip
-        o_q = (o_row * HI + i_head)[:, None, None] * DI + _features(DI, HALF)
-        tl.store(p_index_q + o_q, b_q, mask=m_row[:, None, None])
     elif i_role < 1 + HI + HQ:
         i_head = i_role - (1 + HI)
-        b_q = _norm_rope(
-            p_q_gate + i_head * (2 * D), o_row * stride_q_gate, p_q_norm, p_angles, num_angles,
-            b_position, m_row, eps, D, HALF,
+        _prepare_queries(
+            p_positions, p_q_gate + i_head * (2 * D), stride_q_gate, p_q_norm, p_angles, num_angles,
+            p_q + i_head * D, HQ * D, first_row, rows, eps, D, HALF, ROWS,
         )  # fmt: skip
-        o_q = (o_row * HQ + i_head)[:, None, None] * D + _features(D, HALF)
-        tl.store(p_q + o_q, b_q, mask=m_row[:, None, None])
-    else:
-        b_slot = tl.load(p_slots + o_row, mask=m_row, other=-1)
-        if i_role < 1 + HI + HQ + HKV:
-            i_head = i_role - (1 + HI + HQ)
-            b_k = _norm_rope(
-                p_k + i_head * D, o_row * stride_k, p_k_norm, p_angles, num_angles,
-                b_position, m_row, eps, D, HALF,
+    elif i_role < 1 + HI + HQ + HKV:
+        i_head = i_role - (1 + HI + HQ)
+        b_gain_first, b_gain_second, b_gain_rest = _gains(p_k_norm, D, HALF)
+        p_k += i_head * D
+        position, b_first, b_second, b_rest = _load_head(
+            p_positions, p_k, first_row, stride_k, rows, D, HALF
+        )  # fmt: skip
+        slot = tl.load(p_slots + first_row, mask=first_row < rows, other=-1)
+        for i_row in range(ROWS):
+            next_row = first_row + tl.minimum(i_row + 1, ROWS - 1)
+            next_position, b_next_first, b_next_second, b_next_rest = _load_head(
+                p_positions, p_k, next_row, stride_k, rows, D, HALF
             )  # fmt: skip
-            _store_kv(b_k, p_k_pages, p_k_scales, b_slot, i_head, k_scale, BM, HKV, D, HALF, FORMAT, NATIVE)
-        else:
-            i_head = i_role - (1 + HI + HQ + HKV)
-            o_v = (o_row * stride_v)[:, None, None] + i_head * D + _features(D, HALF)
-            b_v = tl.load(p_v + o_v, mask=m_row[:, None, None], other=0.0)
-            _store_kv(b_v, p_v_pages, p_v_scales, b_slot, i_head, v_scale, BM, HKV, D, HALF, FORMAT, NATIVE)
+            next_slot = tl.load(p_slots + next_row, mask=next_row < rows, other=-1)
+            b_first, b_second, b_rest = _norm_rope(
+                b_first, b_second, b_rest, b_gain_first, b_gain_second, b_gain_rest,
+                p_angles, num_angles, position, eps, D, HALF,
+            )  # fmt: skip
+            _store_k(
+                b_first, b_second, b_rest, p_k_pages, p_k_scales, tl.where(position >= 0, slot, -1),
+                i_head, k_scale, HKV, D, HALF, FORMAT, NATIVE,
+            )  # fmt: skip
+            position, slot = next_position, next_slot
+            b_first, b_second, b_rest = b_next_first, b_next_second, b_next_rest
+    else:
+        i_head = i_role - (1 + HI + HQ + HKV)
+        o_v = i_head * D + tl.arange(0, D)
+        exists = first_row < rows
+        position = tl.load(p_positions + first_row, mask=exists, other=-1)
+        slot = tl.load(p_slots + first_row, mask=exists, other=-1)
+        b_v = tl.load(p_v + first_row * stride_v + o_v, mask=exists, other=0.0)
+        for i_row in range(ROWS):
+            next_row = first_row + tl.minimum(i_row + 1, ROWS - 1)
+            exists = next_row < rows
+            next_position = tl.load(p_positions + next_row, mask=exists, other=-1)
+            next_slot = tl.load(p_slots + next_row, mask=exists, other=-1)
+            b_next_v = tl.load(p_v + next_row * stride_v + o_v, mask=exists, other=0.0)
+            _store_v(
+                b_v, p_v_pages, p_v_scales, tl.where(position >= 0, slot, -1), i_head, v_scale,
+                HKV, D, FORMAT, NATIVE,
+            )  # fmt: skip
+            position, slot, b_v = next_position, next_slot, b_next_v
 
 
 def rotary_table(
@@ -266,10 +369,10 @@ class PrepareConfig:
 def default_prepare_config(num_rows: int) -> PrepareConfig:
     """The configuration without tuning.
 
-    Programs of one warp need no shared memory for their sums and layouts; two rows give every thread loads of
-    16 bytes, one row more programs.
+    A program is one warp and needs no shared memory for its sums. More rows have more bytes on their way, one
+    row makes more programs.
     """
-    return PrepareConfig(rows_per_program=1 if num_rows <= 64 else 2)
+    return PrepareConfig(rows_per_program=1 if num_rows <= 64 else 2 if num_rows < 2048 else 8)
 
 
 def qsa_prepare_triton(
@@ -367,10 +470,12 @@ def qsa_prepare_triton(
         RING=storage.ring.shape[1],
         FORMAT=storage.kv_format,
         NATIVE=has_native_fp8(k.device),
-        BM=rows_per_program,
+        ROWS=rows_per_program,
         DEPENDENT=dependent,
         launch_pdl=dependent,
-        num_warps=max(1, rows_per_program // 2),
+        num_warps=1,
+        # So 32 programs have room on a multiprocessor, the most that it takes.
+        maxnreg=64 if dependent and rows_per_program >= 8 else None,
         enable_fp_fusion=False,  # a fused multiply-add would round the rotation differently
     )
     return q, index_q

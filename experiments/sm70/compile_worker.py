@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -49,6 +50,13 @@ def _is_aligned(kind: str) -> bool:
     return kind.endswith(":16") or (kind.startswith("*") and ":" not in kind)
 
 
+def _reasons(error: BaseException | None) -> Iterator[str]:
+    """What went wrong, and in the functions that it called."""
+    while error is not None:
+        yield f"{type(error).__name__}: {error}"
+        error = error.__cause__
+
+
 def serve() -> None:
     """Answer every line of standard input, until it ends."""
     # What Triton prints must not end up between the answers.
@@ -57,7 +65,7 @@ def serve() -> None:
             try:
                 answer = compile_request(json.loads(line))
             except Exception as error:  # compilers raise anything
-                answer = {"error": f"{type(error).__name__}: {error}"}
+                answer = {"error": "\n".join(_reasons(error))}
             print(json.dumps(answer), file=sys.__stdout__, flush=True)
 
 

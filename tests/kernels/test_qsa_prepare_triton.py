@@ -247,7 +247,7 @@ def test_compiles_without_spills(capability: int, kv_format: str, rows_per_progr
         **{
             "FORMAT": kv_format,
             "NATIVE": capability >= 90,
-            "BM": rows_per_program,
+            "ROWS": rows_per_program,
             "DEPENDENT": capability >= 90,
         },
     }
