@@ -23,6 +23,7 @@ _DEPENDS = {
     "qsa_prepare": ("requests", "rows", "query_heads", "kv_heads", "kv_format"),
     "index_scores": ("requests", "rows", "context"),
     "block_select": ("requests", "rows", "context", "overlap"),
+    "gated_delta": ("requests", "rows"),
 }
 SHAPE_COLUMNS = {
     "requests": int,
@@ -110,6 +111,9 @@ def _goal_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
             yield Cell(kernel, prompt(config, 8192, PREFILL_HEADS, kv_format))
     elif kernel == "index_scores":
         yield Cell(kernel, _shape(config, **common | large | {"requests": 64, "rows": 4, "context": 262144}))
+    elif kernel == "gated_delta":
+        for requests in (1, 64):
+            yield Cell(kernel, _shape(config, **common | large | {"requests": requests, "rows": 4}))
     elif kernel == "block_select":
         for context in (32768, 262144):
             values = common | large | {"requests": 1, "rows": 4, "context": context}

@@ -14,7 +14,9 @@ from page4.kernels.block_plan import MAX_GROUP_ROWS
 from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 
-Kernel = Literal["qsa_prepare", "index_scores", "block_select", "page4_attention", "step", "prefill"]
+Kernel = Literal[
+    "qsa_prepare", "index_scores", "block_select", "page4_attention", "step", "prefill", "gated_delta"
+]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 Implementation = Literal["gluon", "triton", "pytorch", "vllm"]
@@ -30,8 +32,9 @@ class BenchConfig:
 
     Attributes:
         kernels: ``qsa_prepare`` (the K/V write), ``index_scores``, ``block_select`` (selection and plan),
-            ``page4_attention`` (attention and merge), ``step`` (plan, attention and merge) and ``prefill``
-            (attention and merge of whole prompts, rows in groups of 8).
+            ``page4_attention`` (attention and merge), ``step`` (plan, attention and merge), ``prefill``
+            (attention and merge of whole prompts, rows in groups of 8) and ``gated_delta`` (a linear layer of
+            the public model between its projections).
         implementations: of attention: ``gluon``, ``triton``, ``pytorch`` (gather and SDPA) and ``vllm`` (its
             sparse decode kernel, where that package is installed). Other kernels have ``triton`` alone.
         device: ``auto`` and ``cuda`` are the same: only a GPU is timed.

@@ -17,6 +17,7 @@ from triton.errors import TritonError
 
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
+from page4.experiments.bench.gated_delta_case import DeltaStep
 from page4.experiments.kernel_cases import (
     DRAFT_TOKENS,
     INDEX_HEADS,
@@ -57,6 +58,8 @@ def compile_tasks(cells: Iterable[Cell], config: BenchConfig, device: torch.devi
         elif cell.kernel == "index_scores":
             key = (cell.kernel, shape.rows, shape.requests, shape.max_blocks)
             tasks.setdefault(key, functools.partial(_scores, shape, device))
+        elif cell.kernel == "gated_delta":
+            tasks.setdefault((cell.kernel, shape.rows), functools.partial(_gated_delta, shape, device))
         elif cell.kernel == "block_select":
             key = (cell.kernel, shape.rows, shape.max_blocks)
             tasks.setdefault(key, functools.partial(_select, shape, device))
@@ -146,6 +149,12 @@ def _scores(shape: StepShape, device: torch.device) -> None:
     scores = torch.empty(rows, shape.max_blocks, device=device)
     config = scores_config(index_q, keys, groups, scores)
     index_scores_triton(index_q, keys, tables, positions, groups, scores, config)
+
+
+def _gated_delta(shape: StepShape, device: torch.device) -> None:
+    step = DeltaStep.random(1, shape.rows, device, seed=0)
+    step.rows.requests.fill_(-1)
+    step.launch(step.new_out())
 
 
 def _select(shape: StepShape, device: torch.device) -> None:

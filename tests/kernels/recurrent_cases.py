@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from page4.kernels.gated_delta import causal_conv1d_reference, recurrent_gated_delta_reference
+from page4.experiments.gated_delta_exact import exact_request
 from page4.kernels.gated_delta_triton import DeltaInputs, DeltaWeights, gated_delta_triton
 from page4.kernels.recurrent_rows import RequestRows
 
@@ -134,9 +134,8 @@ def reference(
     inputs: DeltaInputs, weights: DeltaWeights, caches: Caches, rows: RequestRows, every_row: bool
 ) -> Tensor:
     """What the launch computes, request after request with the references, in float64."""
-    heads, key_dim, value_dim = caches.state.shape[2:]
+    heads, _, value_dim = caches.state.shape[2:]
     channels, taps = weights.conv.shape
-    key_heads = (channels - heads * value_dim) // (2 * key_dim)
     capacity = caches.ring.shape[1]
     out = torch.full((inputs.mixed.shape[0], heads * value_dim), 7.0, dtype=torch.float64, device=DEVICE)
     row = 0
@@ -146,30 +145,18 @@ def reference(
         row += count
         if request < 0 or count == 0:
             continue
-        window = torch.zeros(1, taps - 1, channels, dtype=torch.float64, device=DEVICE)
+        window = torch.zeros(taps - 1, channels, dtype=torch.float64, device=DEVICE)
         for back in range(1, min(taps - 1, position) + 1):
-            window[0, taps - 1 - back] = caches.ring[request, (position - back) % capacity]
-        mixed = inputs.mixed[None, own].double()
-        y, _ = causal_conv1d_reference(mixed, weights.conv.double(), window)
-        sizes = (key_heads * key_dim, key_heads * key_dim, heads * value_dim)
-        q, k, v = F.silu(y).split(sizes, -1)
-        g = -weights.a_log.double().exp() * F.softplus(inputs.a[own].double() + weights.dt_bias.double())
-        o, states = recurrent_gated_delta_reference(
-            q.unflatten(-1, (key_heads, key_dim)),
-            k.unflatten(-1, (key_heads, key_dim)),
-            v.unflatten(-1, (heads, value_dim)),
-            g[None],
-            inputs.b[None, own].double().sigmoid(),
-            caches.state[request, int(rows.read_slots[place])][None].double(),
+            window[taps - 1 - back] = caches.ring[request, (position - back) % capacity]
+        mine, state = (
+            rows_slice(inputs, own.start, own.stop),
+            caches.state[request, int(rows.read_slots[place])],
         )
-        if inputs.z is not None:
-            o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * weights.norm.double()
-            o = o * inputs.z[None, own].double().sigmoid().unflatten(-1, (heads, value_dim))
-        out[own] = o.flatten(-2)[0]
-        kept = states[0] if every_row else states[0, -1:]
+        out[own], states = exact_request(mine, weights, window, state, EPS)
+        kept = states if every_row else states[-1:]
         caches.state[request, : len(kept)] = kept.to(caches.state.dtype)
         for t in range(max(0, count - capacity), count):
-            caches.ring[request, (position + t) % capacity] = mixed[0, t].to(caches.ring.dtype)
+            caches.ring[request, (position + t) % capacity] = inputs.mixed[own.start + t]
     return out
 
 

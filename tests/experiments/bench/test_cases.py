@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from page4.experiments.bench import attention_case, prepare_case, selection_case
+from page4.experiments.bench import attention_case, gated_delta_case, prepare_case, selection_case
 from page4.experiments.bench.cells import Cell, plan_cells
 from page4.experiments.bench.config import BenchConfig, Kernel
 from page4.experiments.bench.copies import NoRoomError, choose_copies
@@ -102,6 +102,18 @@ def smudged(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def nudged_delta(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """The real layer, with one number of an output or of a state a little off."""
+
+    def wrong(inputs: Any, weights: Any, ring: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(inputs, weights, ring, state, *args, **kwargs)
+        written = out[-1] if part == "out" else state[-1, -1, 0, 7]
+        written[3] += 0.01 * written.float().square().mean().sqrt()
+        return out
+
+    return wrong
+
+
 WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
     ("page4_attention", attention_case, "page4_attention", lambda real: scaled_attention),
     ("step", attention_case, "page4_attention", lambda real: scaled_attention),
@@ -109,6 +121,15 @@ WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
     ("prefill", attention_case, "page4_attention", lambda real: scaled_attention),
     ("index_scores", selection_case, "index_scores_triton", nudged_scores),
     ("block_select", selection_case, "select_plan_triton", shifted_plan),
+    *(
+        (
+            "gated_delta",
+            gated_delta_case,
+            "gated_delta_triton",
+            lambda real, part=part: nudged_delta(part, real),
+        )
+        for part in ("out", "state")
+    ),
     *(
         ("qsa_prepare", prepare_case, "qsa_prepare_triton", lambda real, part=part: smudged(part, real))
         for part in ("q", "index_q", "k", "v", "ring", "compressed")

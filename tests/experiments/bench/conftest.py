@@ -1,0 +1,19 @@
+"""Under the interpreter a linear layer has fewer heads than the public model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from page4.experiments.bench import gated_delta_case
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_heads() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(gated_delta_case, "KEY_HEADS", 1)
+            patch.setattr(gated_delta_case, "VALUE_HEADS", 3)
+        yield
