@@ -18,6 +18,7 @@ from .backend import checked_backend
 from .config import Qwen4ExpConfig
 from .decoder import Trunk
 from .gated_delta_net import GatedDeltaNet
+from .hyper_connection import HyperConnection
 from .loader import load_weights
 from .moe import MoE
 from .mtp import MTPHead
@@ -33,6 +34,9 @@ class CausalLMOutput:
 
     logits: Tensor
     streams: Tensor
+
+
+_WITH_KERNELS = (QSAttention, GatedDeltaNet, PerLayerEmbedding, MoE, HyperConnection, MTPHead)
 
 
 class Qwen4ExpForCausalLM(nn.Module):
@@ -93,7 +97,7 @@ class Qwen4ExpForCausalLM(nn.Module):
         backend = checked_backend(name, self.config, self.dtype, self.device.type)
         self.backend = backend
         for module in self.modules():
-            if isinstance(module, (QSAttention, GatedDeltaNet, PerLayerEmbedding, MoE)):
+            if isinstance(module, _WITH_KERNELS):
                 module.backend = backend
 
     @property

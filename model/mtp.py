@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from page4.kernels.backend import Backend
 from page4.kernels.norm_rope import rms_norm_zero_centred
 from page4.kvcache.cache import LayerCache
 
@@ -25,6 +26,7 @@ class MTPHead(nn.Module):
 
     def __init__(self, config: Qwen4ExpConfig) -> None:
         super().__init__()
+        self.backend: Backend = "reference"
         self.streams, self.eps = config.hc_count, config.rms_norm_eps
         hidden = config.hidden_size
         self.pre_fc_norm_embedding = Weight(hidden)
@@ -36,10 +38,17 @@ class MTPHead(nn.Module):
 
     def combine(self, embedding: Tensor, streams: Tensor) -> Tensor:
         """Joins token embeddings ``[N, H]`` and streams ``[N, S*H]`` into a residual ``[N, S*H]``."""
-        e = self.fc_embedding(rms_norm_zero_centred(embedding, self.pre_fc_norm_embedding.weight, self.eps))
-        normed = rms_norm_zero_centred(streams, self.pre_fc_norm_hidden.weight, self.eps)
+        e = self.fc_embedding(self._norm(embedding, self.pre_fc_norm_embedding))
+        normed = self._norm(streams, self.pre_fc_norm_hidden)
         h = self.fc_hidden(normed.unflatten(-1, (self.streams, -1)))  # [N, S, H]
         return (h + e.unsqueeze(-2)).flatten(-2).to(streams.dtype)
+
+    def _norm(self, x: Tensor, weight: Weight) -> Tensor:
+        if self.backend == "triton":
+            from page4.kernels.hyper_connection_triton import group_norm_triton  # see Step.kernels
+
+            return group_norm_triton(x, weight.weight, 1, self.eps)
+        return rms_norm_zero_centred(x, weight.weight, self.eps)
 
     def forward(self, embedding: Tensor, streams: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """New streams ``[N, S*H]``; the final mixer turns them into the LM head's input."""

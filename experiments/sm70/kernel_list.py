@@ -18,6 +18,7 @@ from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.shipped import shipped_files
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.sm70.compiling import Job
+from page4.experiments.sm70.hyper_connection_calls import hyper_connection_calls
 from page4.experiments.sm70.launches import Launch, recorded_launches
 from page4.experiments.sm70.pretend_gpu import GPU, GPUS, pretend_gpu
 from page4.experiments.sm70.recurrent_calls import recurrent_calls
@@ -112,6 +113,7 @@ def _calls(gpu: GPU, thorough: bool) -> Iterator[tuple[str, Callable[[], object]
                 yield f"as tuned: {_values(entry.key)}", partial(_shipped, file.kernel.name, entry)
     yield from sampling_calls()
     yield from recurrent_calls()
+    yield from hyper_connection_calls()
     yield f"{SIZE}x{SIZE}", _product
 
 

@@ -55,6 +55,11 @@ PROMISES = {
     "gated_delta_kernel": Promise(loads=(2, 16), stores=(2, 16)),
     "causal_conv_kernel": Promise(loads=(2, 16), stores=(16, 16)),
     "store_inputs_kernel": Promise(loads=(4, 16), stores=(16, 16)),
+    "group_norm_kernel": Promise(loads=(16, 16), stores=(16, 16)),
+    "activate_kernel": Promise(loads=(8, 8), stores=(8, 8)),
+    "mix_streams_kernel": Promise(loads=(8, 8), stores=(8, 8)),
+    # A stream's injection weight is one number.
+    "write_streams_kernel": Promise(loads=(2, 8), stores=(8, 8)),
     "product_kernel": Promise(loads=(16, 16), stores=(16, 16), tensor_cores=80),
 }
 

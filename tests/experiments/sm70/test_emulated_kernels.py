@@ -27,6 +27,9 @@ from tests.kernels import (
     test_gated_delta_triton as delta,
 )
 from tests.kernels import (
+    test_hyper_connection_triton as streams,
+)
+from tests.kernels import (
     test_index_scores_triton as scores,
 )
 from tests.kernels import (
@@ -131,3 +134,8 @@ def test_gated_delta_of_wide_heads() -> None:
 @pytest.mark.parametrize("pieces", [(21, 8, 1), (3, 1, 4, 4, 2)])
 def test_convolution(pieces: tuple[int, ...]) -> None:
     convolution.test_pieces_of_any_length_give_what_the_whole_text_gives(pieces, 4, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hyper_connections(dtype: torch.dtype) -> None:
+    streams.test_every_launch((5, 4, 48), dtype)
