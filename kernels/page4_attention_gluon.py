@@ -190,19 +190,48 @@ def default_volta_config(inputs: AttentionInputs, multiprocessors: int) -> Gluon
     Two programs of 4 warps wait for barriers at different times, and load V in pieces twice as wide.
     """
     dim, kv_format = inputs.head_dim, inputs.kv_format
+    lists = inputs.groups * inputs.kv_heads
     head_splits = _head_splits(inputs, volta_members(32, kv_format, dim == 64))
+    if 10 * lists <= multiprocessors:
+        head_splits = max(head_splits, _volta_head_splits(inputs))
     members = inputs.rows_per_group * inputs.heads_per_kv // head_splits
     num_warps = dim // 64 if dim == 256 and members <= volta_members(64, kv_format, False) else dim // 32
     tile_tokens = max(32, 8 * num_warps)
     tokens = inputs.plan.blocks.shape[1] * BLOCK_TOKENS
-    programs = inputs.groups * inputs.kv_heads * head_splits
     return GluonConfig(
-        splits=default_splits(programs, tokens, tile_tokens, multiprocessors),
+        splits=_volta_splits(lists * head_splits, tokens // tile_tokens, multiprocessors),
         tile_tokens=tile_tokens,
         num_warps=num_warps,
         instruction="mma884",
         head_splits=head_splits,
     )
+
+
+def _volta_head_splits(inputs: AttentionInputs) -> int:
+    """Up to 3 programs for a KV head's query heads, of a full tile of members each.
+
+    Where a step has few lists of tokens it needs many programs. Splits of a list leave FP32 parts of all
+    members, which soon are more bytes than K and V; splits of heads read K and V again, from L2.
+    """
+    heads, rows = inputs.heads_per_kv, inputs.rows_per_group
+    return max(
+        parts
+        for parts in (1, 2, 3)
+        if heads % parts == 0 and (parts == 1 or rows * heads // parts >= MEMBERS)
+    )
+
+
+def _volta_splits(programs: int, tiles: int, multiprocessors: int) -> int:
+    """Two programs a multiprocessor, and no step that leaves a part of the machine without a second one.
+
+    Many splits are a power of two, to which the merge rounds them up, and at most 32: parts pass through L2.
+    """
+    wanted = 2 * multiprocessors // max(1, programs)
+    if programs < 2 * multiprocessors:
+        wanted = max(2, wanted)
+    if wanted > 16:
+        wanted = 32 if wanted >= 32 else 16
+    return max(1, min(wanted, tiles))
 
 
 def _head_splits(inputs: AttentionInputs, members: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_inputs import AttentionInputs
 
 MAX_SPLITS = 64
-_TILE = 4096  # numbers that a program of the merge holds in registers
+_WARP_TILE = 1024  # numbers that a warp of the merge holds in registers
 
 
 LN2 = tl.constexpr(math.log(2.0))
@@ -142,6 +143,12 @@ def merge_kernel(
     tl.store(p_lse + o_out, b_all * LN2, mask=m_row & (i_part == 0))
 
 
+@cache
+def _adds_in_one_warp(device: torch.device) -> bool:
+    """Whether a warp merges a member's splits by itself; before 8.0, sums between warps take longest."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def merge_partials(
     partials: Partials, inputs: AttentionInputs, v_factor: float, out: Tensor, lse: Tensor
 ) -> None:
@@ -155,12 +162,14 @@ def merge_partials(
     splits = partials.lse.shape[1]
     members = inputs.rows_per_group * heads
     slots = triton.next_power_of_2(splits)
-    width = min(head_dim, max(32, _TILE // slots))
-    taken = min(triton.next_power_of_2(members), max(1, _TILE // (slots * width)))
+    num_warps = 1 if _adds_in_one_warp(inputs.q.device) else 4
+    tile = num_warps * _WARP_TILE
+    width = min(head_dim, max(32, tile // slots))
+    taken = 1 if num_warps == 1 else min(triton.next_power_of_2(members), max(1, tile // (slots * width)))
     dependent = launches_dependents(inputs.q.device)
     merge_kernel[(inputs.groups, triton.cdiv(members, taken), head_dim // width)](
         partials.out, partials.lse, plan.group_start, plan.group_rows,
         inputs.gate, *inputs.gate_strides, out, lse, v_factor, splits,
         HQ=heads, HKV=inputs.kv_heads, D=head_dim, ROWS=inputs.rows_per_group, BM=taken, BS=slots, BD=width,
-        DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        DEPENDENT=dependent, num_warps=num_warps, launch_pdl=dependent,
     )  # fmt: skip

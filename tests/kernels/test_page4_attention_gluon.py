@@ -22,6 +22,7 @@ from page4.kernels.page4_attention_gluon import (
     INSTRUCTIONS,
     GluonConfig,
     can_run,
+    default_volta_config,
     formats_of,
     page4_attention_gluon,
     volta_members,
@@ -451,6 +452,39 @@ def test_mma884_compiles_without_spills_or_detours(
     assert kernel.ptx.count("mma.sync.aligned.m8n8k4") == tiles * products
     assert "shfl.sync.idx" not in kernel.ptx and "cp.async" not in kernel.ptx
     check_loads(kernel)
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "group", "splits", "head_splits"),
+    [
+        (1, 4, 6, 32, 3),
+        (4, 4, 6, 13, 3),
+        (16, 4, 6, 10, 1),
+        (64, 4, 6, 2, 1),
+        (128, 4, 12, 2, 1),
+        (160, 4, 6, 1, 1),
+        (1, 1, 6, 32, 1),  # no more programs than have a tile of eight members
+        (1, 4, 5, 32, 1),
+        (3, 2, 16, 16, 2),
+    ],
+)
+def test_default_splits_of_a_v100(
+    requests: int, rows: int, group: int, splits: int, head_splits: int
+) -> None:
+    """Heads first where lists are few; then two programs a multiprocessor, and not just one."""
+    case = make_case(requests=1, kv_heads=1, group=group, rows=rows, rows_per_group=rows, dim=256, length=16)
+    plan = case.inputs.plan
+    blocks = torch.zeros(requests, 1024, dtype=torch.int32)  # room for 4096 tokens
+    inputs = replace(
+        case.inputs,
+        plan=replace(plan, blocks=blocks, masks=blocks, **{
+            name: getattr(plan, name)[:1].repeat(requests)
+            for name in ("counts", "group_request", "group_start", "group_rows")
+        }),
+    )  # fmt: skip
+    config = default_volta_config(inputs, 80)
+    assert (config.splits, config.head_splits) == (splits, head_splits)
+    config.check(256, group, rows, "fp16")
 
 
 def test_the_decoder_assembly_matches_the_formats() -> None:

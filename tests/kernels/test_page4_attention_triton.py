@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
+from page4.kernels import page4_attention_merge_triton
 from page4.kernels.block_plan import PackedPlan, pack_plan
 from page4.kernels.block_select import BlockPlan, select_blocks, union_plan
 from page4.kernels.errors import InputError
@@ -172,6 +173,14 @@ def test_merge_of_empty_and_live_splits(live: list[int]) -> None:
     expected = 2.0 * chosen.softmax(0) @ values[live].double()
     torch.testing.assert_close(out[0, 0].double(), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse[0, 0].double(), chosen.logsumexp(0), rtol=1e-6, atol=0.0)
+
+
+def test_a_warp_merges_alone_as_on_a_v100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page4_attention_merge_triton, "_adds_in_one_warp", lambda device: True)
+    for live in ([], [0], [2]):
+        test_merge_of_empty_and_live_splits(live)
+    for splits, dim in ((2, 256), (5, 128), (33, 64)):
+        check(make_case(length=150, topk=30, dim=dim, kv_heads=1, group=5, gate=True), splits)
 
 
 @pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "int8"])

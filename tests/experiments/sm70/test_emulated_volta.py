@@ -15,6 +15,7 @@ import torch
 from page4.experiments.sm70.assembly import Program, parse
 from page4.experiments.sm70.compiling import Binary, Compiler, Job
 from page4.experiments.sm70.emulator import Argument, Buffer, Run, run
+from page4.kernels import page4_attention_merge_triton
 from tests.kernels import test_index_scores_volta as scores
 from tests.kernels import test_page4_attention_gluon as attention
 from tests.kernels.ptx_emulator import Pointer
@@ -63,6 +64,13 @@ def test_attention_in_every_format(kv_format: str) -> None:
 
 def test_attention_with_eight_warps() -> None:
     attention.test_formats(attention.mma884(2, 64, 8), "e4m3", False)
+
+
+@pytest.mark.parametrize("splits", [2, 7, 33])
+def test_attention_merged_by_single_warps(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a V100; these tensors are on the CPU."""
+    monkeypatch.setattr(page4_attention_merge_triton, "_adds_in_one_warp", lambda device: True)
+    attention.test_formats(attention.mma884(splits, 32, 4), "e4m3", False)
 
 
 @pytest.mark.parametrize(
