@@ -71,20 +71,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, decode: bool = False) -> Tensor:
         """``[N, H] -> [N, H]``; ``decode`` says that all rows are those of decode steps."""
+        if self.backend == "triton" and decode:
+            return self._without_waiting(x)
         weights, chosen = self.router_probabilities(x).topk(self.top_k, dim=-1)  # [N, k]
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
-        if self.backend == "reference" or not decode:
-            routed = self.sorted_experts(x, weights, chosen)
-        elif chosen.numel() < self.gate.weight.shape[0]:
-            routed = self.gathered_experts(x, weights, chosen)
-        else:
-            routed = self.all_experts(x, weights, chosen)
-        return routed + self.shared(x)
-
-    def sorted_experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Weighted sum ``[N, H]`` over chosen experts ``[N, k]``; experts no row chose are not touched."""
         routed = torch.zeros_like(x)
         # One sort instead of a comparison per expert; rows of one expert become one contiguous product.
         order = chosen.flatten().argsort(stable=True)
@@ -100,22 +92,34 @@ class MoE(nn.Module):
             gate, up = F.linear(x[row], self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, self.experts.down_proj[expert])
             routed.index_add_(0, row, y * weights.flatten()[picked].unsqueeze(-1))
-        return routed
+        return routed + self.shared(x)
 
-    def gathered_experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The same sum with a copy of each chosen expert's weights: for fewer choices than experts."""
-        expert = chosen.flatten()  # [N k]
+    def _without_waiting(self, x: Tensor) -> Tensor:
+        """The same with products whose shapes do not depend on who chose what."""
+        from page4.kernels.moe_triton import combine_triton, route_triton, swiglu_triton  # see Step.kernels
+
+        weights, chosen = route_triton(self.gate(x), self.top_k, self.renormalise)
+        expert = self.shared_expert
+        shared = expert.down_proj(swiglu_triton(expert.gate_proj(x), expert.up_proj(x)))
+        by_expert = chosen.numel() >= self.gate.weight.shape[0]
+        outputs = self._all_outputs(x) if by_expert else self._chosen_outputs(x, chosen)
+        return combine_triton(outputs, weights, chosen, shared, self.shared_expert_gate(x), by_expert)
+
+    def _all_outputs(self, x: Tensor) -> Tensor:
+        """Outputs of all experts ``[E, N, H]``: every weight is read once."""
+        from page4.kernels.moe_triton import swiglu_triton  # see Step.kernels
+
+        experts = self.experts.down_proj.shape[0]
+        gate_up = F.linear(x, self.experts.gate_up_proj.flatten(0, 1)).view(len(x) * experts, -1)
+        hidden = swiglu_triton(*gate_up.chunk(2, dim=1)).view(len(x), experts, -1)
+        return torch.bmm(hidden.transpose(0, 1), self.experts.down_proj.mT)
+
+    def _chosen_outputs(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Outputs ``[N * k, H]`` of the chosen experts, whose weights are copied, each as often as chosen."""
+        from page4.kernels.moe_triton import swiglu_triton  # see Step.kernels
+
+        expert = chosen.flatten()
         rows = x.repeat_interleave(self.top_k, dim=0).unsqueeze(-1)  # [N k, H, 1]
-        gate, up = torch.bmm(self.experts.gate_up_proj[expert], rows).chunk(2, dim=1)
-        y = torch.bmm(self.experts.down_proj[expert], F.silu(gate) * up)  # [N k, H, 1]
-        y = y.squeeze(-1) * weights.flatten().unsqueeze(-1)
-        return y.unflatten(0, chosen.shape).sum(1)
-
-    def all_experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The same sum over all experts, most of them with weight 0: every weight is read once."""
-        gate, up = torch.matmul(x, self.experts.gate_up_proj.mT).chunk(2, dim=-1)  # [E, N, I]
-        y = torch.matmul(F.silu(gate) * up, self.experts.down_proj.mT)  # [E, N, H]
-        # Where a row's weight is 0, the product is left out, not multiplied: it may be infinite.
-        full = torch.zeros(len(x), y.shape[0], dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
-        share = full.t().unsqueeze(-1)  # [E, N, 1]
-        return torch.where(share != 0, y * share, 0).sum(0)
+        gate_up = torch.bmm(self.experts.gate_up_proj[expert], rows).squeeze(-1)
+        hidden = swiglu_triton(*gate_up.chunk(2, dim=1)).unsqueeze(-1)
+        return torch.bmm(self.experts.down_proj[expert], hidden).squeeze(-1)

@@ -20,6 +20,7 @@ from page4.experiments.kernel_cases import StepShape
 from page4.experiments.sm70.compiling import Job
 from page4.experiments.sm70.hyper_connection_calls import hyper_connection_calls
 from page4.experiments.sm70.launches import Launch, recorded_launches
+from page4.experiments.sm70.moe_calls import moe_calls
 from page4.experiments.sm70.pretend_gpu import GPU, GPUS, pretend_gpu
 from page4.experiments.sm70.recurrent_calls import recurrent_calls
 from page4.experiments.sm70.sampling_calls import sampling_calls
@@ -114,6 +115,7 @@ def _calls(gpu: GPU, thorough: bool) -> Iterator[tuple[str, Callable[[], object]
     yield from sampling_calls()
     yield from recurrent_calls()
     yield from hyper_connection_calls()
+    yield from moe_calls()
     yield f"{SIZE}x{SIZE}", _product
 
 

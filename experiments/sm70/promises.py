@@ -60,6 +60,10 @@ PROMISES = {
     "mix_streams_kernel": Promise(loads=(8, 8), stores=(8, 8)),
     # A stream's injection weight is one number.
     "write_streams_kernel": Promise(loads=(2, 8), stores=(8, 8)),
+    # A row chooses a few experts.
+    "route_kernel": Promise(loads=(2, 2), stores=(4, 4)),
+    "swiglu_kernel": Promise(loads=(4, 16), stores=(4, 16)),
+    "combine_kernel": Promise(loads=(2, 16), stores=(8, 16)),
     "product_kernel": Promise(loads=(16, 16), stores=(16, 16), tensor_cores=80),
 }
 

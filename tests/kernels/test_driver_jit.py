@@ -26,6 +26,7 @@ from tests.kernels import test_block_select_triton as selection
 from tests.kernels import test_draft_sampling_triton as drafts
 from tests.kernels import test_hyper_connection_triton as streams
 from tests.kernels import test_index_scores_triton as scores
+from tests.kernels import test_moe_triton as experts
 from tests.kernels import test_mtp_verify_triton as verification
 from tests.kernels import test_page4_attention_gluon as gluon
 from tests.kernels import test_page4_attention_triton as plain
@@ -56,6 +57,7 @@ def attend(config: Any, shape: tuple[int, int, int, int], kv_format: str = "e4m3
 VOLTA, MERGE, PLAIN = "page4_attention_volta_kernel", "merge_kernel", "page4_attention_kernel"
 SELECT = ("select_kernel", "plan_kernel")
 VERIFY = ("tile_sums_kernel", "gather_rows_kernel", "decide_kernel")
+EXPERTS = ("route_kernel", "swiglu_kernel", "combine_kernel")
 STREAMS = ("group_norm_kernel", "activate_kernel", "mix_streams_kernel", "write_streams_kernel")
 SPECIFICATIONS: dict[str, tuple[tuple[str, ...], Callable[[], None]]] = {
     **{
@@ -109,13 +111,14 @@ SPECIFICATIONS: dict[str, tuple[tuple[str, ...], Callable[[], None]]] = {
         partial(drafts.test_tokens_and_stored_bits_equal_the_reference, 2501, torch.float16),
     ),
     "streams": (STREAMS, partial(streams.test_every_launch, (5, 4, 48), torch.float16)),
+    "experts": (EXPERTS, partial(experts.test_every_launch, torch.float16)),
     "product": (("product_kernel",), product.test_this_machine_multiplies_correctly),
 }  # fmt: skip
 # One of every kernel at least; those that take the emulator seconds.
 COMPARED = (
     *(f"attention-{name}" for name in FORMATS), "attention-D128", "attention-without-tokens", "merge",
     "plain-e4m3", "scores", "scores-plain", "select-magnitudes", "select-words", "prepare-e4m3",
-    "prepare-int8", "verify", "drafts", "streams", "product",
+    "prepare-int8", "verify", "drafts", "streams", "experts", "product",
 )  # fmt: skip
 specified = pytest.mark.parametrize(("kernels", "specification"), SPECIFICATIONS.values(), ids=SPECIFICATIONS)
 

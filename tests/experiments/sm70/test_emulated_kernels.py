@@ -33,6 +33,9 @@ from tests.kernels import (
     test_index_scores_triton as scores,
 )
 from tests.kernels import (
+    test_moe_triton as experts,
+)
+from tests.kernels import (
     test_page4_attention_triton as attention,
 )
 from tests.kernels import (
@@ -139,3 +142,8 @@ def test_convolution(pieces: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_hyper_connections(dtype: torch.dtype) -> None:
     streams.test_every_launch((5, 4, 48), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts(dtype: torch.dtype) -> None:
+    experts.test_every_launch(dtype)

@@ -23,7 +23,7 @@ EVERYWHERE = {
     "page4_attention_kernel", "merge_kernel", "select_kernel", "plan_kernel", "qsa_prepare_kernel",
     "product_kernel", "tile_sums_kernel", "gather_rows_kernel", "decide_kernel", "choose_draft_kernel",
     "gated_delta_kernel", "causal_conv_kernel", "store_inputs_kernel", "group_norm_kernel", "activate_kernel",
-    "mix_streams_kernel", "write_streams_kernel",
+    "mix_streams_kernel", "write_streams_kernel", "route_kernel", "swiglu_kernel", "combine_kernel",
 }  # fmt: skip
 SOME = {
     70: {"page4_attention_volta_kernel", "index_scores_volta_kernel"},
