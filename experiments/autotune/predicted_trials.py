@@ -115,7 +115,8 @@ def try_predicted(
     trials: list[PredictedTrial] = []
     by_code = dict(known)
     # Tiles are compared where about every multiprocessor has a program, wherever the default is.
-    waiting = list(dict.fromkeys([default, *first_round(configs[1:], _filling(cell, default))]))
+    nearest = first_round(configs[1:], _filling(cell, default))
+    waiting = [default, *(candidate for candidate in nearest if candidate in configs[1:])]
     while waiting:
         for candidate in waiting:
             place = (cell.kernel, dataclasses.replace(cell.step, requests=1), tile_of(candidate))

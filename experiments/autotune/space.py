@@ -14,6 +14,7 @@ from page4.kernels.page4_attention_gluon import GluonConfig, can_run
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.page4_attention_merge_triton import MAX_SPLITS
 from page4.kernels.page4_attention_triton import AttentionConfig, padded_members
+from page4.kernels.volta_tiles import MEMBERS
 
 _REGISTERS = 255  # of a thread
 _PER_MULTIPROCESSOR = (0.125, 4.0)  # programs that splits may lead to
@@ -52,7 +53,8 @@ def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memor
         names for names in named_choices(GluonConfig)
         if capability is None or can_run(names["instruction"], capability)
     ]  # fmt: skip
-    tiles = itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4), instructions, head_splits(inputs))
+    parts_of_heads = head_splits(inputs, MEMBERS if capability == (7, 0) else 16)
+    tiles = itertools.product((1, 2, 4, 8), (32, 64, 128), (2, 3, 4), instructions, parts_of_heads)
     candidates = []
     for num_warps, tile_tokens, num_stages, names, parts in tiles:
         try:
@@ -72,11 +74,11 @@ def gluon_candidates(inputs: AttentionInputs, multiprocessors: int, shared_memor
     return candidates
 
 
-def head_splits(inputs: AttentionInputs) -> list[int]:
-    """Numbers of programs for the heads of a KV head that leave fewer padded members each: 1, and up to 4."""
+def head_splits(inputs: AttentionInputs, tile: int = 16) -> list[int]:
+    """Numbers of programs for the heads of a KV head that leave fewer tiles of members each: up to 4."""
     heads = inputs.heads_per_kv
     divisors = [parts for parts in range(1, min(4, heads) + 1) if heads % parts == 0]
-    members = [padded_members(inputs, parts) for parts in divisors]
+    members = [-(-inputs.rows_per_group * heads // (parts * tile)) for parts in divisors]
     return [parts for i, parts in enumerate(divisors) if i == 0 or members[i] < members[i - 1]]
 
 

@@ -91,6 +91,12 @@ def test_splits_that_nearly_tie_are_left_out() -> None:
     assert set(few) < set(many)
 
 
+def test_tiles_of_a_v100_have_eight_members() -> None:
+    # 24 members are 3 tiles; a third of the heads is one, which padding to 16 would hide.
+    cell = plan_cells(SMALL, V100_PROBLEMS)[0]
+    assert {config.head_splits for config in possible_configs(cell, SMALL)[1]} == {1, 2, 3}
+
+
 def test_ties_go_to_fewer_registers() -> None:
     trials = [trial("fast", 10.0, 168), trial("small", 11.4, 96), trial("slow", 11.6, 64)]
     best, fastest = best_of(trials), fastest_of(trials)
