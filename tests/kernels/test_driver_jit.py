@@ -23,7 +23,9 @@ from page4.experiments.sm70.toolchain import VERSION, Toolchain, installed, side
 from page4.kernels.errors import InputError
 from tests.experiments.sm70.emulated_launch import emulate
 from tests.kernels import test_block_select_triton as selection
+from tests.kernels import test_causal_conv_triton as convolution
 from tests.kernels import test_draft_sampling_triton as drafts
+from tests.kernels import test_gated_delta_triton as delta
 from tests.kernels import test_hyper_connection_triton as streams
 from tests.kernels import test_index_scores_triton as scores
 from tests.kernels import test_moe_triton as experts
@@ -112,13 +114,20 @@ SPECIFICATIONS: dict[str, tuple[tuple[str, ...], Callable[[], None]]] = {
     ),
     "streams": (STREAMS, partial(streams.test_every_launch, (5, 4, 48), torch.float16)),
     "experts": (EXPERTS, partial(experts.test_every_launch, torch.float16)),
+    "delta-verify": (("gated_delta_kernel",), partial(delta.test_a_verify_step, 4, torch.float16)),
+    "delta-chunk": (
+        ("gated_delta_kernel", "store_inputs_kernel"),
+        partial(delta.test_a_chunk_of_a_prompt_leaves_one_state, 20),
+    ),
+    "convolution": (("causal_conv_kernel",), convolution.test_half_precision_rows_accumulate_in_fp32),
     "product": (("product_kernel",), product.test_this_machine_multiplies_correctly),
 }  # fmt: skip
 # One of every kernel at least; those that take the emulator seconds.
 COMPARED = (
     *(f"attention-{name}" for name in FORMATS), "attention-D128", "attention-without-tokens", "merge",
     "plain-e4m3", "scores", "scores-plain", "select-magnitudes", "select-words", "prepare-e4m3",
-    "prepare-int8", "verify", "drafts", "streams", "experts", "product",
+    "prepare-int8", "verify", "drafts", "streams", "experts",
+    "delta-verify", "delta-chunk", "convolution", "product",
 )  # fmt: skip
 specified = pytest.mark.parametrize(("kernels", "specification"), SPECIFICATIONS.values(), ids=SPECIFICATIONS)
 
