@@ -268,6 +268,12 @@ class SpeculativeDecoder:
             masked=masked,
         )
 
+    def prepare(
+        self, requests: Sequence[Request], rows: int | None = None, drafts: int | None = None
+    ) -> None:
+        """Captures what :meth:`launch` would run unless that is done; a step takes no longer for it then."""
+        self.runner.prepare(self.shape(requests, rows, drafts))
+
     def reserve(self, request: Request) -> None:
         """Makes room for whatever the next step of a request may write."""
         self.cache.reserve(request.row, self._bound(request))

@@ -100,7 +100,7 @@ def _round(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> tuple[li
         decoder.start(request)
     drafts = decoder.config.num_draft_tokens
     for rows, drafted in ((1, drafts), (drafts + 1, 0)):
-        decoder.runner.prepare(decoder.shape(requests, rows, drafted))
+        decoder.prepare(requests, rows, drafted)
     start = decoder.now()
     decoder.collect(decoder.launch(requests, rows=1))
     decoder.collect(decoder.launch(requests, drafts=0))

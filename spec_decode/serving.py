@@ -53,7 +53,8 @@ class ServingStats:
 
     Attributes:
         prefill_tokens, prefill_seconds: of all steps in which some request was prefilling.
-        step_seconds: wall time of each pure decode step (verification and drafting).
+        step_seconds: wall time of each pure decode step (verification and drafting), without what it took to
+            capture a new shape.
         decode_tokens: tokens emitted by those steps, over all requests.
     """
 
@@ -130,7 +131,7 @@ class Server:
         self._admit()
         prefilled = self._prefill()
         decoding = [request for request in self._running if request.phase is Phase.DECODE]
-        launched = self.decoder.launch(decoding) if decoding else None
+        launched = self._launch(decoding) if decoding else None
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         emitted = 0
@@ -174,6 +175,13 @@ class Server:
             if request.computed == request.prompt_length - 1:
                 self.decoder.start(request)
         return sum(request.computed for request in stops) - before
+
+    def _launch(self, requests: list[Request]) -> StepInFlight:
+        """Launches a step; what it takes to capture a new shape counts nowhere."""
+        start = time.perf_counter()
+        self.decoder.prepare(requests)
+        self._since += time.perf_counter() - start
+        return self.decoder.launch(requests)
 
     def _emit(self, request: Request, tokens: list[int]) -> int:
         """Hands out new tokens up to the request's end; returns their number."""
