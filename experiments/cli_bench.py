@@ -14,7 +14,8 @@ Kernel = Annotated[
     str,
     typer.Argument(
         metavar="KERNEL",
-        help="qsa_prepare, index_scores, block_select, page4_attention, prefill, or all of these kernels; "
+        help="qsa_prepare, index_scores, block_select, page4_attention, planned_attention, prefill, "
+        "gated_delta, mtp_verify, mtp_verify_filtered, or all of these kernels; "
         "step: whole decode steps of a model.",
     ),
 ]
@@ -33,8 +34,7 @@ def bench(
     """Check the kernels against float64 and time them on cold caches, next to PyTorch and to vllm.
 
     `step` times decode steps of a checkpoint by format, length and batch, after it has checked that captured
-    steps equal eager ones. (Plan, attention and merge of one layer, which `all` calls step, are
-    `all --set kernels=step`.)
+    steps equal eager ones.
 
     Results go to results/bench, results/bench-KERNEL or --out: a CSV file, table, summary and a figure.
     Exit status 1: something is wrong or does not run.

@@ -1,4 +1,4 @@
-"""Cases of grouped attention: alone (`page4_attention`, `prefill`) and behind the plan (`step`)."""
+"""Cases of grouped attention: alone (`page4_attention`, `prefill`) or planned (`planned_attention`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def attention_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     return _case(copies, cold, config, config.implementations)
 
 
-def step_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
+def planned_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     """Plan, attention and merge: a step from what its rows selected, as the goals count it."""
     copies, cold = _copies(cell.shape, config, machine)
     plans = _plan_inputs(cell.shape, config, machine, len(copies))

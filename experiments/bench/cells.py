@@ -24,6 +24,8 @@ _DEPENDS = {
     "index_scores": ("requests", "rows", "context"),
     "block_select": ("requests", "rows", "context", "overlap"),
     "gated_delta": ("requests", "rows"),
+    "mtp_verify": ("requests", "rows"),
+    "mtp_verify_filtered": ("requests", "rows"),
 }
 SHAPE_COLUMNS = {
     "requests": int,
@@ -97,7 +99,7 @@ def _shape(config: BenchConfig, **values: Any) -> StepShape:
 def _goal_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
     common: dict[str, Any] = {"context": GOAL_CONTEXT, "overlap": GOAL_OVERLAP, "kv_format": GOAL_FORMATS[0]}
     large = {"query_heads": PREFILL_HEADS[0], "kv_heads": PREFILL_HEADS[1]}
-    if kernel in ("page4_attention", "step"):
+    if kernel in ("page4_attention", "planned_attention"):
         for (requests, rows, query_heads, kv_heads), kv_format in itertools.product(
             GOAL_SHAPES, GOAL_FORMATS
         ):
@@ -111,7 +113,7 @@ def _goal_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
             yield Cell(kernel, prompt(config, 8192, PREFILL_HEADS, kv_format))
     elif kernel == "index_scores":
         yield Cell(kernel, _shape(config, **common | large | {"requests": 64, "rows": 4, "context": 262144}))
-    elif kernel == "gated_delta":
+    elif kernel in ("gated_delta", "mtp_verify", "mtp_verify_filtered"):
         for requests in (1, 64):
             yield Cell(kernel, _shape(config, **common | large | {"requests": requests, "rows": 4}))
     elif kernel == "block_select":

@@ -15,7 +15,15 @@ from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
 
 Kernel = Literal[
-    "qsa_prepare", "index_scores", "block_select", "page4_attention", "step", "prefill", "gated_delta"
+    "qsa_prepare",
+    "index_scores",
+    "block_select",
+    "page4_attention",
+    "planned_attention",
+    "prefill",
+    "gated_delta",
+    "mtp_verify",
+    "mtp_verify_filtered",
 ]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
@@ -32,9 +40,11 @@ class BenchConfig:
 
     Attributes:
         kernels: ``qsa_prepare`` (the K/V write), ``index_scores``, ``block_select`` (selection and plan),
-            ``page4_attention`` (attention and merge), ``step`` (plan, attention and merge), ``prefill``
-            (attention and merge of whole prompts, rows in groups of 8) and ``gated_delta`` (a linear layer of
-            the public model between its projections).
+            ``page4_attention`` (attention and merge), ``planned_attention`` (plan, attention and merge),
+            ``prefill`` (attention and merge of whole prompts, rows in groups of 8), ``gated_delta`` (a linear
+            layer of the public model between its projections), ``mtp_verify`` (verification of greedy drafts
+            over the public model's vocabulary, every other request sampling) and ``mtp_verify_filtered``
+            (top-k, top-p and sampled drafts).
         implementations: of attention: ``gluon``, ``triton``, ``pytorch`` (gather and SDPA) and ``vllm`` (its
             sparse decode kernel, where that package is installed). Other kernels have ``triton`` alone.
         device: ``auto`` and ``cuda`` are the same: only a GPU is timed.

@@ -60,7 +60,7 @@ def _step_goals() -> list[Goal]:
             "requests": requests, "rows": rows, "query_heads": query_heads, "kv_heads": kv_heads,
             "context": GOAL_CONTEXT, "overlap": GOAL_OVERLAP, "kv_format": GOAL_FORMATS[0],
         }  # fmt: skip
-        goals.append(Goal("step", columns, "time", microseconds))
+        goals.append(Goal("planned_attention", columns, "time", microseconds))
     return goals
 
 
@@ -74,10 +74,14 @@ GOALS = (
     Goal("qsa_prepare", {"requests": 1, "rows": 8192}, "bandwidth", 0.7),
     Goal("index_scores", {"requests": 64, "context": 262144}, "bandwidth", 0.7),
     Goal("gated_delta", {"requests": 64, "rows": 4}, "bandwidth", 0.7),
+    Goal("mtp_verify", {"requests": 64, "rows": 4}, "bandwidth", 0.7),
     Goal("block_select", {"requests": 1, "rows": 4, "context": 32768, "overlap": 0.9}, "time", 10.0),
     Goal("block_select", {"requests": 1, "rows": 4, "context": 262144, "overlap": 0.9}, "time", 25.0),
     *_prefill_goals(),
-    *(Goal(kernel, {"kv_format": "e4m3"}, "fp16", 1.0) for kernel in ("page4_attention", "step", "prefill")),
+    *(
+        Goal(kernel, {"kv_format": "e4m3"}, "fp16", 1.0)
+        for kernel in ("page4_attention", "planned_attention", "prefill")
+    ),
 )
 
 

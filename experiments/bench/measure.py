@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from page4.experiments.bench.attention_case import attention_case, step_case
+from page4.experiments.bench.attention_case import attention_case, planned_case
 from page4.experiments.bench.case import Case, Contender
 from page4.experiments.bench.cells import SHAPE_COLUMNS, Cell
 from page4.experiments.bench.config import BenchConfig, Kernel
@@ -16,6 +16,7 @@ from page4.experiments.bench.gated_delta_case import gated_delta_case
 from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.prepare_case import prepare_case
 from page4.experiments.bench.selection_case import scores_case, select_case
+from page4.experiments.bench.verify_case import verify_case
 from page4.experiments.bench.warmup import FAILURES
 from page4.experiments.samples import Row
 
@@ -24,9 +25,11 @@ CASES: dict[Kernel, Callable[[Cell, BenchConfig, Machine], Case]] = {
     "index_scores": scores_case,
     "block_select": select_case,
     "page4_attention": attention_case,
-    "step": step_case,
+    "planned_attention": planned_case,
     "prefill": attention_case,
     "gated_delta": gated_delta_case,
+    "mtp_verify": verify_case,
+    "mtp_verify_filtered": verify_case,
 }
 
 KEY = ("kernel", *SHAPE_COLUMNS, "implementation")

@@ -18,6 +18,7 @@ from triton.errors import TritonError
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
 from page4.experiments.bench.gated_delta_case import DeltaStep
+from page4.experiments.bench.verify_case import VerifyStep
 from page4.experiments.kernel_cases import (
     DRAFT_TOKENS,
     INDEX_HEADS,
@@ -60,6 +61,10 @@ def compile_tasks(cells: Iterable[Cell], config: BenchConfig, device: torch.devi
             tasks.setdefault(key, functools.partial(_scores, shape, device))
         elif cell.kernel == "gated_delta":
             tasks.setdefault((cell.kernel, shape.rows), functools.partial(_gated_delta, shape, device))
+        elif cell.kernel in ("mtp_verify", "mtp_verify_filtered"):
+            filtered = cell.kernel == "mtp_verify_filtered"
+            key = (cell.kernel, shape.rows, min(shape.requests, 2))  # strides of one request are special
+            tasks.setdefault(key, functools.partial(_verify, shape, device, filtered))
         elif cell.kernel == "block_select":
             key = (cell.kernel, shape.rows, shape.max_blocks)
             tasks.setdefault(key, functools.partial(_select, shape, device))
@@ -155,6 +160,11 @@ def _gated_delta(shape: StepShape, device: torch.device) -> None:
     step = DeltaStep.random(1, shape.rows, device, seed=0)
     step.rows.requests.fill_(-1)
     step.launch(step.new_out())
+
+
+def _verify(shape: StepShape, device: torch.device, filtered: bool) -> None:
+    step = VerifyStep.hollow(min(shape.requests, 2), shape.rows, device, filtered)
+    step.launch()
 
 
 def _select(shape: StepShape, device: torch.device) -> None:

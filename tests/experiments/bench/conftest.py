@@ -1,4 +1,4 @@
-"""Under the interpreter a linear layer has fewer heads than the public model's."""
+"""Under the interpreter a linear layer has fewer heads than the public model's, a vocabulary fewer tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from page4.experiments.bench import gated_delta_case
+from page4.experiments.bench import gated_delta_case, verify_case
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -16,4 +16,5 @@ def few_heads() -> Iterator[None]:
         if not torch.cuda.is_available():
             patch.setattr(gated_delta_case, "KEY_HEADS", 1)
             patch.setattr(gated_delta_case, "VALUE_HEADS", 3)
+            patch.setattr(verify_case, "VOCABULARY", 3000)
         yield

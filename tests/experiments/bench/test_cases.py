@@ -10,7 +10,13 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from page4.experiments.bench import attention_case, gated_delta_case, prepare_case, selection_case
+from page4.experiments.bench import (
+    attention_case,
+    gated_delta_case,
+    prepare_case,
+    selection_case,
+    verify_case,
+)
 from page4.experiments.bench.cells import Cell, plan_cells
 from page4.experiments.bench.config import BenchConfig, Kernel
 from page4.experiments.bench.copies import NoRoomError, choose_copies
@@ -114,13 +120,26 @@ def nudged_delta(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def lost_draft(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The real verification, which counts one draft too many or too few of the last request."""
+
+    def wrong(*args: Any, accepted: Any, **kwargs: Any) -> Any:
+        results = real(*args, accepted=accepted, **kwargs)
+        accepted[-1] ^= 1
+        return results
+
+    return wrong
+
+
 WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
     ("page4_attention", attention_case, "page4_attention", lambda real: scaled_attention),
-    ("step", attention_case, "page4_attention", lambda real: scaled_attention),
-    ("step", attention_case, "plan_selected_triton", shifted_plan),
+    ("planned_attention", attention_case, "page4_attention", lambda real: scaled_attention),
+    ("planned_attention", attention_case, "plan_selected_triton", shifted_plan),
     ("prefill", attention_case, "page4_attention", lambda real: scaled_attention),
     ("index_scores", selection_case, "index_scores_triton", nudged_scores),
     ("block_select", selection_case, "select_plan_triton", shifted_plan),
+    ("mtp_verify", verify_case, "verify_triton", lost_draft),
+    ("mtp_verify_filtered", verify_case, "verify_triton", lost_draft),
     *(
         (
             "gated_delta",
@@ -176,7 +195,7 @@ def test_implementations_that_cannot_run_are_named() -> None:
 
 
 def test_a_cell_without_room_is_a_row_without_time() -> None:
-    cell, config = cell_of("step")
+    cell, config = cell_of("planned_attention")
     (row,), _ = measure(cell, config, small_machine(memory_bytes=10_000))
     assert row["status"] == "no room" and row["median_us"] is None
     assert "GiB" in row["config"]

@@ -26,13 +26,15 @@ def test_cells_with_goals_come_first_and_none_twice() -> None:
 
 def test_every_e4m3_goal_has_its_partner_in_fp16() -> None:
     keys = {cell.key for cell in plan_cells(BenchConfig(sweep="none"))}
-    for cell in plan_cells(BenchConfig(sweep="none", kernels=("page4_attention", "step", "prefill"))):
+    for cell in plan_cells(
+        BenchConfig(sweep="none", kernels=("page4_attention", "planned_attention", "prefill"))
+    ):
         assert tuple({**cell.columns, "kv_format": "fp16"}.values()) in keys
 
 
 def test_an_axis_leaves_the_centre_alone() -> None:
     config = small_config(
-        kernels=("step",), requests=(2, 1), contexts=(70, 90, 110), formats=("e4m3", "fp16")
+        kernels=("planned_attention",), requests=(2, 1), contexts=(70, 90, 110), formats=("e4m3", "fp16")
     )
     shapes = [cell.shape for cell in plan_cells(config)]
     centre = (2, 70, "e4m3")
@@ -42,7 +44,11 @@ def test_an_axis_leaves_the_centre_alone() -> None:
 
 def test_a_product_has_all_combinations() -> None:
     config = small_config(
-        kernels=("step",), requests=(2, 1), contexts=(70, 90), formats=("e4m3", "fp16"), sweep="product"
+        kernels=("planned_attention",),
+        requests=(2, 1),
+        contexts=(70, 90),
+        formats=("e4m3", "fp16"),
+        sweep="product",
     )
     assert len(plan_cells(config)) == 8
 
@@ -72,5 +78,5 @@ def test_prompts_are_one_request_whose_rows_are_its_context() -> None:
     [({}, "2 x 3, 4/2, 70, 0.5, e4m3"), ({"contexts": (262144,)}, "2 x 3, 4/2, 256k, 0.5, e4m3")],
 )
 def test_labels_say_the_shape(changes: dict[str, tuple[int, ...]], label: str) -> None:
-    (cell,) = plan_cells(small_config(kernels=("step",), **changes))
+    (cell,) = plan_cells(small_config(kernels=("planned_attention",), **changes))
     assert shape_label(cell.columns) == label

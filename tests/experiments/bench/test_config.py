@@ -38,8 +38,12 @@ def test_nonsense_is_refused_in_one_line(overrides: list[str], message: str) -> 
 
 def test_settings_come_from_set_and_quick() -> None:
     given = ["heads=[[6, 1]]", "contexts=4096,8192", "sweep=product"]
-    config = load_config(BenchConfig, None, given, quick=True, kernels=("step",))
-    assert config.kernels == ("step",) and config.heads == ((6, 1),) and config.contexts == (4096, 8192)
+    config = load_config(BenchConfig, None, given, quick=True, kernels=("planned_attention",))
+    assert (
+        config.kernels == ("planned_attention",)
+        and config.heads == ((6, 1),)
+        and config.contexts == (4096, 8192)
+    )
     assert config.sweep == "product" and not config.bars
     assert BenchConfig().kernels == KERNELS
 

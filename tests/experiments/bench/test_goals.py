@@ -24,7 +24,7 @@ def verdicts(*rows: dict[str, Any]) -> list[Verdict]:
     return judge(list(rows))
 
 
-SMALL = "step 1 x 4, 6/1, 32k, 0.9, e4m3"
+SMALL = "planned_attention 1 x 4, 6/1, 32k, 0.9, e4m3"
 
 
 @pytest.mark.parametrize(

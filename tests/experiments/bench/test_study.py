@@ -27,7 +27,7 @@ from tests.experiments.bench.test_cases import scaled_attention
 # On a GPU the model gets other kernels: test_on_gpu.py.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
 
-QUICK_KERNELS: tuple[Any, ...] = ("index_scores", "page4_attention", "step")
+QUICK_KERNELS: tuple[Any, ...] = ("index_scores", "page4_attention", "planned_attention")
 
 
 class Counter:
@@ -64,8 +64,8 @@ def test_a_row_per_cell_and_implementation(finished: tuple[Path, dict[str, Any],
         ("page4_attention", "e4m3", "pytorch"),
         ("page4_attention", "fp16", "triton"),
         ("page4_attention", "fp16", "pytorch"),
-        ("step", "e4m3", "triton"),
-        ("step", "fp16", "triton"),
+        ("planned_attention", "e4m3", "triton"),
+        ("planned_attention", "fp16", "triton"),
     ]
     assert all(row["status"] == "ok" and float(row["median_us"]) > 0 for row in rows)
     assert summary["rows"] == summary["timed"] == 7 and summary["wrong"] == summary["failed"] == 0
@@ -175,13 +175,13 @@ def test_a_right_kernel_makes_it_succeed(
 ) -> None:
     monkeypatch.setattr(bench_package, "run", study_on(small_machine()))
     out = tmp_path / "out"
-    assert run_command(["bench", "step", *ARGUMENTS, "--out", str(out)]) == 0
+    assert run_command(["bench", "planned_attention", *ARGUMENTS, "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    assert "**step**" in captured.out and f"figure: {out / 'roofline.png'}" in captured.out
+    assert "**planned_attention**" in captured.out and f"figure: {out / 'roofline.png'}" in captured.out
 
 
 @pytest.mark.parametrize(
-    "arguments", [["bench"], ["bench", "step", "--quick"], ["bench", "--device", "cuda"]]
+    "arguments", [["bench"], ["bench", "planned_attention", "--quick"], ["bench", "--device", "cuda"]]
 )
 def test_without_a_gpu_the_command_refuses_in_one_line(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -222,4 +222,4 @@ def test_a_folder_of_another_bench_is_refused(
     finished: tuple[Path, dict[str, Any], BenchConfig],
 ) -> None:
     with pytest.raises(InputError, match="belongs to another configuration"):
-        run(small_config(kernels=("step",)), finished[0], machine=small_machine())
+        run(small_config(kernels=("planned_attention",)), finished[0], machine=small_machine())
