@@ -94,6 +94,8 @@ def test_padded_lanes_touch_nothing(kernels: Qwen4ExpForCausalLM, options: Sampl
     for _ in range(2):
         results.append(decoder.runner.run([-1, request.row], shape)[1].tolist())
         step = alone.launch([expected])
+        if step.done is not None:
+            step.done.synchronize()
         assert results[-1] == step.result[0].tolist()
     for then, tensor in zip(before, recurrent_and_rings(decoder), strict=True):
         assert torch.equal(then, tensor[rows]) or bool((then.isnan() == tensor[rows].isnan()).all())
