@@ -17,7 +17,8 @@ from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
 
-_TILES_PER_PROGRAM, _WARPS = 1, 1  # a tile in a warp: no reduction leaves it
+_WARPS = 4  # a tile in each: no reduction leaves a warp
+_PROGRAMS = 2048  # or more: what an H200 holds at once, about twice, so that rows that cost more spread evenly
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 
 
@@ -108,13 +109,31 @@ def tiles_in_row(b_own, b_tile_max, maximum, scale):
 
 
 @triton.jit
+def _larger(b_x, b_y):
+    """The larger ones, or NaN where there is one."""
+    return tl.maximum(b_x, b_y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _first_equal(b_logit, b_max, o_token):
+    """Tokens whose logits are their tile's maximum; INT_MAX for the others."""
+    return tl.where(b_logit == b_max[:, None], o_token, 2**31 - 1)
+
+
+@triton.jit
+def _copy_logits(p_copy, b_logit, o_token, vocabulary):
+    tl.store(p_copy + o_token, b_logit.to(p_copy.dtype.element_ty), mask=o_token < vocabulary)
+
+
+@triton.jit
 def tile_sums_kernel(
     p_logits, stride_request, stride_row, p_positions, p_scale,
     p_allowed, stride_bits_request, stride_bits_row, p_store, stride_store, p_tile_max, p_tile_sum,
-    vocabulary, tiles,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BT: tl.constexpr, DEPENDENT: tl.constexpr,
+    vocabulary, tiles, turns,
+    ROWS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ``BT`` tiles of one row: the maximum of each (NaN if there is one) and its sum.
+    """Maxima (NaN if there is one) and sums of tiles; one program takes ``turns`` times ``WARPS`` of one row.
 
     For a greedy request the sum is the first index of the maximum instead. The logits of a request that is
     not greedy are copied to ``p_store``, if it is given.
@@ -125,25 +144,42 @@ def tile_sums_kernel(
     if tl.load(p_positions + i_request) < 0:
         return  # a padded request
     scale = tl.load(p_scale + i_request)
-    o_tile = i_part * BT + tl.arange(0, BT)
-    o_token = o_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [BT, TILE]
     p_row = p_logits + i_request * stride_request + i_member * stride_row
     p_bits = p_allowed
     if p_allowed is not None:
         p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
-    b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
-    b_max = tl.max(b_logit, axis=1)  # [BT]
-    b_magnitude = tl.max(b_logit.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    if scale == 0.0:
-        b_sum = tl.min(tl.where(b_logit == b_max[:, None], o_token, 2**31 - 1), axis=1).to(tl.int64)
-    else:
-        b_sum = tl.sum(token_weights(b_logit, b_max[:, None], scale), axis=1)
-        if p_store is not None:
-            p_copy = p_store + i_request * stride_store + o_token
-            tl.store(p_copy, b_logit.to(p_store.dtype.element_ty), mask=o_token < vocabulary)
-    o_out = i_row * tiles + o_tile
-    tl.store(p_tile_max + o_out, tl.where(b_magnitude > 0x7F800000, float("nan"), b_max), mask=o_tile < tiles)
-    tl.store(p_tile_sum + o_out, b_sum, mask=o_tile < tiles)
+    first = i_part * turns * WARPS
+    for first_tile in range(first, tl.minimum(first + turns * WARPS, tiles), WARPS):
+        o_tile = first_tile + tl.arange(0, WARPS)
+        # Four pieces of each tile, [WARPS, LANES]: a thread compares and adds them without its neighbours.
+        o_0 = o_tile[:, None] * TILE + tl.arange(0, LANES)[None, :]
+        o_1, o_2, o_3 = o_0 + LANES, o_0 + 2 * LANES, o_0 + 3 * LANES
+        b_0 = load_logits(p_row, p_bits, o_0, vocabulary)
+        b_1 = load_logits(p_row, p_bits, o_1, vocabulary)
+        b_2 = load_logits(p_row, p_bits, o_2, vocabulary)
+        b_3 = load_logits(p_row, p_bits, o_3, vocabulary)
+        b_largest = _larger(_larger(b_0, b_1), _larger(b_2, b_3))
+        b_max = tl.max(b_largest, axis=1)  # [WARPS], without NaN
+        b_nan = tl.max((b_largest != b_largest).to(tl.int32), axis=1) != 0
+        if scale == 0.0:
+            b_low = tl.minimum(_first_equal(b_0, b_max, o_0), _first_equal(b_1, b_max, o_1))
+            b_high = tl.minimum(_first_equal(b_2, b_max, o_2), _first_equal(b_3, b_max, o_3))
+            b_sum = tl.min(tl.minimum(b_low, b_high), axis=1).to(tl.int64)
+        else:
+            b_weight = token_weights(b_0, b_max[:, None], scale)
+            b_weight += token_weights(b_1, b_max[:, None], scale)
+            b_weight += token_weights(b_2, b_max[:, None], scale)
+            b_weight += token_weights(b_3, b_max[:, None], scale)
+            b_sum = tl.sum(b_weight, axis=1)
+            if p_store is not None:
+                p_copy = p_store + i_request * stride_store
+                _copy_logits(p_copy, b_0, o_0, vocabulary)
+                _copy_logits(p_copy, b_1, o_1, vocabulary)
+                _copy_logits(p_copy, b_2, o_2, vocabulary)
+                _copy_logits(p_copy, b_3, o_3, vocabulary)
+        o_out = i_row * tiles + o_tile
+        tl.store(p_tile_max + o_out, tl.where(b_nan, float("nan"), b_max), mask=o_tile < tiles)
+        tl.store(p_tile_sum + o_out, b_sum, mask=o_tile < tiles)
 
 
 def launch_tile_sums(
@@ -158,12 +194,14 @@ def launch_tile_sums(
     """Sums of the tiles of logits ``[R, rows, V]`` into ``[R * rows, T]``; inputs are checked already."""
     requests, rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
+    all_turns = triton.cdiv(tiles, _WARPS)  # of a row
+    turns = triton.cdiv(all_turns, triton.cdiv(_PROGRAMS, requests * rows))
     dependent = launches_dependents(logits.device)
-    tile_sums_kernel[(requests * rows, triton.cdiv(tiles, _TILES_PER_PROGRAM))](
+    tile_sums_kernel[(requests * rows, triton.cdiv(all_turns, turns))](
         logits, logits.stride(0), logits.stride(1), positions, scale,
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
-        store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles,
-        ROWS=rows, TILE=TILE, BT=_TILES_PER_PROGRAM, DEPENDENT=dependent,
+        store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles, turns,
+        ROWS=rows, TILE=TILE, LANES=TILE // 4, WARPS=_WARPS, DEPENDENT=dependent,
         num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 

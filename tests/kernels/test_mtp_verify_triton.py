@@ -21,6 +21,7 @@ from page4.kernels.mtp_verify_triton import (
     verify_triton,
 )
 from page4.kernels.sampling_params import SamplingParams
+from page4.kernels.token_weights import TILE
 from page4.kernels.token_weights_triton import tile_sums_kernel
 
 from .attention_cases import DEVICE
@@ -131,6 +132,12 @@ def test_tokens_equal_the_reference(vocabulary: int, seed: int, max_listed: int)
         assert not workspace.arrivals.any()
 
 
+def test_a_program_takes_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where there are more tiles than programs; the last turns are not full."""
+    monkeypatch.setattr("page4.kernels.token_weights_triton._PROGRAMS", 8)
+    test_tokens_equal_the_reference(20 * TILE + 7, 5, 16384)
+
+
 def test_without_distributions_drafts_are_greedy() -> None:
     step = Step(3, 300)
     params = step.values | {"draft_temperature": [0.0] * step.requests}
@@ -197,7 +204,7 @@ POINTERS = {
 }  # fmt: skip
 OPTIONAL = ("p_allowed", "p_store", "p_draft_logits", "p_draft_scale", "p_draft_max", "p_draft_total")
 KERNELS = {
-    "tile sums": (tile_sums_kernel, {"ROWS": 4, "TILE": 1024, "BT": 1}, 1),
+    "tile sums": (tile_sums_kernel, {"ROWS": 4, "TILE": 1024, "LANES": 256, "WARPS": 4}, 4),
     "gather": (gather_rows_kernel, {"ROWS": 4, "TILES_PAD": 256, "CAPACITY": 16384, "CHUNK": 4096}, 16),
     "decide": (decide_kernel, {"ROWS": 4, "ROWS_PAD": 4, "TILE": 1024, "TILES_PAD": 256, "BT": 4}, 8),
 }
