@@ -1,7 +1,8 @@
-"""What float64 says of a Gated DeltaNet launch, one request at a time."""
+"""What float64, or eager FP32, says of a Gated DeltaNet launch, one request at a time."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,9 +11,14 @@ from page4.kernels.gated_delta_triton import DeltaInputs, DeltaWeights
 
 
 def exact_request(
-    inputs: DeltaInputs, weights: DeltaWeights, window: Tensor, state: Tensor, eps: float
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    window: Tensor,
+    state: Tensor,
+    eps: float,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[T, Hv Dv]`` and states ``[T, Hv, Dk, Dv]`` of a request's rows, float64.
+    """Outputs ``[T, Hv Dv]`` and states ``[T, Hv, Dk, Dv]`` of a request's rows.
 
     Args:
         inputs: of its T rows.
@@ -20,22 +26,24 @@ def exact_request(
         window: ``[L, C]``, the convolution's inputs before the rows, oldest first.
         state: ``[Hv, Dk, Dv]`` before the rows.
         eps: of the norm.
+        dtype: of the computation and its results, float64 or FP32.
     """
     heads, key_dim, value_dim = state.shape
     keys = (weights.conv.shape[0] - heads * value_dim) // 2
-    y, _ = causal_conv1d_reference(inputs.mixed.double()[None], weights.conv.double(), window.double()[None])
+    mixed, conv = inputs.mixed.to(dtype), weights.conv.to(dtype)
+    y, _ = causal_conv1d_reference(mixed[None], conv, window.to(dtype)[None])
     q, k, v = F.silu(y).split((keys, keys, heads * value_dim), -1)
-    g = -weights.a_log.double().exp() * F.softplus(inputs.a.double() + weights.dt_bias.double())
+    g = -weights.a_log.to(dtype).exp() * F.softplus(inputs.a.to(dtype) + weights.dt_bias.to(dtype))
     o, states = recurrent_gated_delta_reference(
         q.unflatten(-1, (-1, key_dim)),
         k.unflatten(-1, (-1, key_dim)),
         v.unflatten(-1, (heads, value_dim)),
         g[None],
-        inputs.b.double().sigmoid()[None],
-        state.double()[None],
+        inputs.b.to(dtype).sigmoid()[None],
+        state.to(dtype)[None],
     )
     out = o[0]
     if inputs.z is not None:
-        out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt() * weights.norm.double()
-        out = out * inputs.z.double().sigmoid().unflatten(-1, (heads, value_dim))
+        out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt() * weights.norm.to(dtype)
+        out = out * inputs.z.to(dtype).sigmoid().unflatten(-1, (heads, value_dim))
     return out.flatten(-2), states[0]

@@ -2,66 +2,115 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from page4.experiments.kernel_cases import StepShape
+from page4.kernels.draft_sampling import DraftDistributions, sample_drafts_reference
 from page4.kernels.mtp_verify_triton import VerifyWorkspace
 from page4.kernels.sampling_params import SamplingParams
 
 VOCABULARY = 248320  # of the public model
-_PERIOD = 2**20  # random numbers, over and over
+_SPREAD = 3.0  # standard deviation of the logits
 
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """One call of :func:`~page4.kernels.mtp_verify_triton.verify_triton` with greedy drafts, by its names."""
+    """One call of :func:`~page4.kernels.mtp_verify_triton.verify_triton`, by its names."""
 
     logits: Tensor
     drafts: Tensor
     positions: Tensor
     params: SamplingParams
     workspace: VerifyWorkspace
+    distributions: DraftDistributions | None
     accepted: Tensor
     emitted: Tensor
 
 
-def verify_inputs(shape: StepShape, device: torch.device | str = "cpu") -> VerifyInputs:
-    """A call for a step's requests and rows, one of them no draft, at temperature 1; without values."""
+def verify_inputs(
+    shape: StepShape,
+    device: torch.device | str = "cpu",
+    filtered: bool = False,
+    workspace: VerifyWorkspace | None = None,
+) -> VerifyInputs:
+    """A call for a step's requests and rows, one of them no draft; without values.
+
+    Sampling and greedy requests in turn, greedy drafts; with ``filtered`` all sample, their drafts too, from
+    a few tokens.
+    """
     requests, drafts = shape.requests, shape.rows - 1
+    logits = torch.empty(requests, shape.rows, VOCABULARY, dtype=torch.float16, device=device)
+    sampled = filtered and drafts > 0
     return VerifyInputs(
-        logits=torch.empty(requests, shape.rows, VOCABULARY, dtype=torch.float16, device=device),
+        logits=logits,
         drafts=torch.empty(requests, drafts, dtype=torch.int64, device=device),
         positions=torch.empty(requests, dtype=torch.int64, device=device),
-        params=SamplingParams.of([1.0] * requests, seed=range(requests), device=device),
-        workspace=VerifyWorkspace.allocate(requests, drafts, VOCABULARY, device),
+        params=_params(requests, filtered, device),
+        workspace=workspace or VerifyWorkspace.allocate(requests, drafts, VOCABULARY, device),
+        distributions=DraftDistributions.empty(logits[:, 0], drafts) if sampled else None,
         accepted=torch.empty(requests, dtype=torch.int64, device=device),
         emitted=torch.empty(requests, shape.rows, dtype=torch.int64, device=device),
     )
 
 
 def verify_copies(
-    shape: StepShape, device: torch.device | str, seed: int = 0, copies: int = 1
+    shape: StepShape,
+    device: torch.device | str,
+    seed: int = 0,
+    copies: int = 1,
+    filtered: bool = False,
 ) -> list[VerifyInputs]:
-    """Cases with normal logits; each draft is its row's most likely token, which is often accepted."""
+    """Cases with normal logits and one workspace; drafts are accepted and rejected about as often.
+
+    One token of every row has about three quarters of the probability. Of greedy drafts three quarters are
+    that token, sampled ones come from logits near the target's.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    made = [verify_inputs(shape, device) for _ in range(copies)]
-    numbers = 4 * torch.randn(_PERIOD, generator=generator, device=device)
+    workspace = VerifyWorkspace.allocate(shape.requests, shape.rows - 1, VOCABULARY, device)
+    made = [verify_inputs(shape, device, filtered, workspace) for _ in range(copies)]
     for inputs in made:
-        flat = inputs.logits.view(-1)
-        for start in range(0, len(flat), _PERIOD):
-            flat[start : start + _PERIOD] = numbers[: len(flat) - start]
-        # One token of every row stands out, another one in every row.
-        row = torch.arange(shape.total_rows, device=device)
-        likely = (row * 7919) % VOCABULARY
-        inputs.logits.view(shape.total_rows, -1)[row, likely] = 32.0
-        inputs.drafts.copy_(likely.view(shape.requests, shape.rows)[:, :-1])
+        inputs.logits.normal_(std=_SPREAD, generator=generator)
+        size = inputs.logits.shape[:2]
+        likely = torch.randint(0, VOCABULARY, size, generator=generator, device=device)
+        other = torch.randint(0, VOCABULARY, size, generator=generator, device=device)
+        others = math.log(VOCABULARY) + _SPREAD**2 / 2  # logarithm of the sum of their exponentials
+        inputs.logits.scatter_(2, likely[..., None], math.log(3) + others)
+        coins = torch.rand(size, generator=generator, device=device) < 0.75
+        inputs.drafts.copy_(torch.where(coins, likely, other)[:, :-1])
         inputs.positions.copy_(torch.arange(shape.requests, device=device) + shape.context - shape.rows)
+        if inputs.distributions is not None:
+            for step in range(shape.rows - 1):
+                noise = torch.randn(shape.requests, VOCABULARY, generator=generator, device=device)
+                near = (inputs.logits[:, step].float() + noise).half()
+                inputs.drafts[:, step] = sample_drafts_reference(
+                    near, inputs.positions + step, inputs.params, inputs.distributions, step
+                )
     return made
 
 
-def verify_bytes(shape: StepShape) -> int:
-    """Bytes that no call can avoid: every logit is read once."""
-    return 2 * shape.total_rows * VOCABULARY
+def verify_bytes(shape: StepShape, filtered: bool = False) -> int:
+    """Bytes that no call can avoid: every logit is read once, with filters one row of a draft's a request."""
+    drafted = shape.requests if filtered and shape.rows > 1 else 0
+    return 2 * VOCABULARY * (shape.total_rows + drafted)
+
+
+def verify_memory(shape: StepShape, filtered: bool = False) -> int:
+    """Bytes of a call's logits, the drafts' included."""
+    drafted = shape.requests * (shape.rows - 1) if filtered else 0
+    return 2 * VOCABULARY * (shape.total_rows + drafted)
+
+
+def _params(requests: int, filtered: bool, device: torch.device | str) -> SamplingParams:
+    seeds = range(requests)
+    if not filtered:
+        # The first one samples: alone it stands for the costlier half.
+        return SamplingParams.of([float(i % 2 == 0) for i in seeds], seed=seeds, device=device)
+    every = [0.8] * requests
+    return SamplingParams.of(
+        every, draft_temperature=every, top_k=[50] * requests, top_p=[0.95] * requests, seed=seeds,
+        device=device,
+    )  # fmt: skip

@@ -63,14 +63,9 @@ def measure(cell: Cell, config: BenchConfig, machine: Machine) -> tuple[list[Row
 
     A time is taken only where the check has passed.
     """
-    return measure_case(cell.columns, lambda: CASES[cell.kernel](cell, config, machine), machine)
-
-
-def measure_case(columns: Row, make: Callable[[], Case], machine: Machine) -> tuple[list[Row], list[Row]]:
-    """:func:`measure` for a case of any kernel; ``columns`` are its kernel and shape."""
-    empty: Row = dict.fromkeys(COLUMNS) | columns | {"config": ""}
+    empty: Row = dict.fromkeys(COLUMNS) | cell.columns | {"config": ""}
     try:
-        case = make()
+        case = CASES[cell.kernel](cell, config, machine)
     except NoRoomError as error:
         return [empty | {"implementation": "none", "status": "no room", "config": str(error)}], []
     common = empty | {
@@ -82,7 +77,9 @@ def measure_case(columns: Row, make: Callable[[], Case], machine: Machine) -> tu
         "floor_us": 1e6 * case.floor_bytes / machine.copy_bandwidth,
     }
     rows = [common | _measure_one(contender, common["floor_us"], machine) for contender in case.contenders]
-    absent = [columns | {"implementation": name, "reason": reason} for name, reason in case.absent.items()]
+    absent = [
+        cell.columns | {"implementation": name, "reason": reason} for name, reason in case.absent.items()
+    ]
     return rows, absent
 
 

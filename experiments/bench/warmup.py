@@ -6,6 +6,7 @@ what they hold, so each is launched here on hollow inputs: padding rows alone, a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -17,8 +18,7 @@ from triton.errors import TritonError
 
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
-from page4.experiments.bench.gated_delta_case import DeltaStep
-from page4.experiments.bench.verify_case import VerifyStep
+from page4.experiments.gated_delta_cases import delta_inputs
 from page4.experiments.kernel_cases import (
     DRAFT_TOKENS,
     INDEX_HEADS,
@@ -27,11 +27,14 @@ from page4.experiments.kernel_cases import (
     static_scale,
 )
 from page4.experiments.progress import Reporter
+from page4.experiments.verify_cases import verify_inputs
 from page4.kernels.block_plan import BLOCK_TOKENS, RowGroups, plan_capacity
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
 from page4.kernels.codecs import STORAGE_DTYPES
 from page4.kernels.errors import InputError
+from page4.kernels.gated_delta_triton import gated_delta_triton
 from page4.kernels.index_scores_triton import index_scores_triton
+from page4.kernels.mtp_verify_triton import verify_triton
 from page4.kernels.page4_attention_dispatch import chosen, page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
 from page4.kernels.qsa_configs import prepare_config, scores_config
@@ -157,14 +160,15 @@ def _scores(shape: StepShape, device: torch.device) -> None:
 
 
 def _gated_delta(shape: StepShape, device: torch.device) -> None:
-    step = DeltaStep.random(1, shape.rows, device, seed=0)
-    step.rows.requests.fill_(-1)
-    step.launch(step.new_out())
+    inputs = delta_inputs(dataclasses.replace(shape, requests=1), device)
+    inputs.rows.requests.fill_(-1)
+    gated_delta_triton(**vars(inputs))
 
 
 def _verify(shape: StepShape, device: torch.device, filtered: bool) -> None:
-    step = VerifyStep.hollow(min(shape.requests, 2), shape.rows, device, filtered)
-    step.launch()
+    inputs = verify_inputs(dataclasses.replace(shape, requests=min(shape.requests, 2)), device, filtered)
+    inputs.positions.fill_(-1)
+    verify_triton(**vars(inputs))
 
 
 def _select(shape: StepShape, device: torch.device) -> None:

@@ -54,10 +54,15 @@ def _of_launch(launch: Launch) -> str:
 def _model_digest() -> bytes:
     """SHA-256 of the emulator, the model and the code that makes inputs; not of kernels."""
     digest = hashlib.sha256(VERSION.encode())
-    for file in binary_cache.source_files(Path(step.__file__).resolve()):
-        if any(file.is_relative_to(place) for place in _MODEL):
-            digest.update(_sha256(file).encode())
+    for file in model_files():
+        digest.update(_sha256(file).encode())
     return digest.digest()
+
+
+def model_files() -> list[Path]:
+    """The files of the emulator, the model and the code that makes inputs."""
+    files = binary_cache.source_files(Path(step.__file__).resolve())
+    return [file for file in files if any(file.is_relative_to(place) for place in _MODEL)]
 
 
 @cache

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from page4.experiments.bench.case import Case
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig, Kernel
 from page4.experiments.bench.machine import Machine
-from page4.experiments.bench.measure import measure, measure_case
+from page4.experiments.bench.measure import measure
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import CELL_COLUMNS
 from page4.experiments.sm70.prediction.config import StepKernel
 from page4.experiments.sm70.validation.config import ValidateConfig
-from page4.experiments.sm70.validation.delta_case import delta_case
 from page4.experiments.sm70.validation.predictions import ATTENTION, Predictions
-from page4.experiments.sm70.validation.verify_case import verify_case
 
 KEY = ("kernel", *CELL_COLUMNS, "implementation")
 COLUMNS: dict[str, type] = {
@@ -44,6 +41,8 @@ _BENCHES: dict[StepKernel, Kernel] = {
     "prepare": "qsa_prepare",
     "scores": "index_scores",
     "select": "block_select",
+    "verify": "mtp_verify",
+    "gdn": "gated_delta",
 }
 
 
@@ -67,17 +66,8 @@ def measure_step_kernel(
 ) -> Row:
     """Measure one of the other calls of a step."""
     shape, kernel = predictions.shape(row), row["kernel"]
-    if kernel in ("verify", "gdn"):
-
-        def make() -> Case:
-            if kernel == "verify":
-                return verify_case(shape, config.seed, machine)
-            return delta_case(shape, config.check_groups, config.seed, machine)
-
-        (measured,), _ = measure_case({"kernel": kernel}, make, machine)
-    else:
-        bench = _bench_config(shape, config, ("triton",))
-        (measured,), _ = measure(Cell(_BENCHES[kernel], shape), bench, machine)
+    bench = _bench_config(shape, config, ("triton",))
+    (measured,), _ = measure(Cell(_BENCHES[kernel], shape), bench, machine)
     return _row(kernel, row | {"implementation": "triton", "config": ""}, measured, "", compared)
 
 

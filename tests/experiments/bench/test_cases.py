@@ -109,12 +109,17 @@ def smudged(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nudged_delta(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """The real layer, with one number of an output or of a state a little off."""
+    """The real layer, with one number of an output, of the last state or of the ring a little off."""
 
-    def wrong(inputs: Any, weights: Any, ring: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        out = real(inputs, weights, ring, state, *args, **kwargs)
-        written = out[-1] if part == "out" else state[-1, -1, 0, 7]
-        written[3] += 0.01 * written.float().square().mean().sqrt()
+    def wrong(*, state: Any, rows: Any, ring: Any, **kwargs: Any) -> Any:
+        out = real(state=state, rows=rows, ring=ring, **kwargs)
+        if part == "out":
+            out[-1, 3] += 0.01 * out[-1].float().square().mean().sqrt()
+        elif part == "state":
+            written = state[-1, rows.longest - 1]
+            written[0, 7, 3] += 1e-5 * written.square().mean().sqrt()
+        else:
+            ring[-1, int(rows.positions[-1]) % ring.shape[1], -1] += 0.01
         return out
 
     return wrong
@@ -147,7 +152,7 @@ WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
             "gated_delta_triton",
             lambda real, part=part: nudged_delta(part, real),
         )
-        for part in ("out", "state")
+        for part in ("out", "state", "ring")
     ),
     *(
         ("qsa_prepare", prepare_case, "qsa_prepare_triton", lambda real, part=part: smudged(part, real))
@@ -168,6 +173,24 @@ def test_a_wrong_kernel_gets_no_time(
     assert row["status"] == "wrong"
     assert row["median_us"] is None and row["floor_fraction"] is None
     assert row["error"] > 1
+
+
+@pytest.mark.parametrize("kernel", ["mtp_verify", "mtp_verify_filtered"])
+def test_every_request_is_verified(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_case, "_AT_ONCE", 2)
+    cell, config = cell_of(kernel, requests=(3,), rows=(2,))
+    (row,), _ = measure(cell, config, small_machine())
+    assert (row["status"], row["checked_groups"], row["groups"]) == ("ok", 3, 3)
+    monkeypatch.setattr(verify_case, "verify_triton", lost_draft(verify_case.verify_triton))
+    (row,), _ = measure(cell, config, small_machine(timer=never))
+    assert row["status"] == "wrong"
+
+
+@pytest.mark.parametrize("context", [2, 3, 4])
+def test_a_recurrent_step_at_the_start_of_the_text_has_no_past(context: int) -> None:
+    cell, config = cell_of("gated_delta", requests=(1,), rows=(2,), contexts=(context,), topk=1)
+    (row,), _ = measure(cell, config, small_machine())
+    assert row["status"] == "ok"
 
 
 def test_a_kernel_that_does_not_run_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

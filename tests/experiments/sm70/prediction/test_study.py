@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from page4.experiments.sm70.prediction.step_kernels import (
     step_kernel_without_time,
 )
 from page4.experiments.sm70.predictor import call_digest
+from page4.experiments.sm70.predictor.step import STEP_INPUTS
 from page4.kernels.errors import InputError
 from page4.kernels.tuning import use_configurations
 from tests.experiments.sm70.prediction.predicted_rows import invented
@@ -146,6 +148,11 @@ def test_digests_follow_configurations_and_kernels(monkeypatch: pytest.MonkeyPat
         scores = step_kernel_digest("scores", step)
         monkeypatch.setattr(call_digest, "_model_digest", lambda: b"another model")
         assert step_kernel_digest("scores", step) != scores
+
+
+def test_digests_follow_the_code_that_makes_inputs() -> None:
+    makers = {Path(inspect.getfile(inputs.with_values)).resolve() for inputs in STEP_INPUTS.values()}
+    assert makers <= set(call_digest.model_files())
 
 
 def test_other_calls_have_a_table_of_their_own(tmp_path: Path) -> None:

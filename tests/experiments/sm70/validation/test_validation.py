@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from page4.experiments import gated_delta_cases
+from page4.experiments import gated_delta_cases, verify_cases
+from page4.experiments.bench import gated_delta_case, verify_case
 from page4.experiments.bench.machine import Launches
 from page4.experiments.cli import run as run_command
 from page4.experiments.gpu_timing import Timing
@@ -20,9 +21,10 @@ from page4.experiments.samples import Row, read_samples
 from page4.experiments.sm70.prediction import study as prediction
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
 from page4.experiments.sm70.prediction.step_kernels import row_of
-from page4.experiments.sm70.validation import delta_case, measure, verify_case
+from page4.experiments.sm70.validation import measure
 from page4.experiments.sm70.validation.config import ValidateConfig
 from page4.experiments.sm70.validation.measure import COLUMNS
+from page4.experiments.sm70.validation.predictions import read_predictions
 from page4.experiments.sm70.validation.report import agreement
 from page4.experiments.sm70.validation.study import require_v100, run
 from page4.experiments.sm70.validation.timing import time_behind_writer, validation_machine
@@ -187,45 +189,42 @@ def test_a_folder_without_predictions_is_refused(tmp_path: Path) -> None:
 
 
 @NEEDS_CPU
-def test_a_wrong_verification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("page4.experiments.verify_cases.VOCABULARY", 3000)
-    shape = StepShape(
-        requests=2, rows=3, query_heads=4, kv_heads=2, context=70, overlap=0.5, kv_format="e4m3", topk=8
-    )
-    case = verify_case.verify_case(shape, 0, small_machine())
-    (contender,) = case.contenders
-    assert contender.check().passed
-    real = verify_case.verify_triton
-
-    def off_by_one(**inputs: Any) -> Any:
-        accepted, emitted = real(**inputs)
-        accepted[-1] += 1
-        return accepted, emitted
-
-    monkeypatch.setattr(verify_case, "verify_triton", off_by_one)
-    assert not contender.check().passed
-
-
-@NEEDS_CPU
-def test_a_wrong_recurrent_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"KEY_HEADS": 1, "VALUE_HEADS": 2, "HEAD_DIM": 16, "_CHANNELS": 64, "_WIDTH": 32, "_STATE": 512}
-    for name, value in sizes.items():
+@pytest.mark.parametrize(
+    ("kernel", "bench", "launcher", "output"),
+    [
+        ("verify", verify_case, "verify_triton", "accepted"),
+        ("gdn", gated_delta_case, "gated_delta_triton", "out"),
+    ],
+)
+def test_calls_of_the_public_model_are_the_bench_s(
+    kernel: StepKernel,
+    bench: Any,
+    launcher: str,
+    output: str,
+    predictions: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"KEY_HEADS": 1, "VALUE_HEADS": 2, "HEAD_DIM": 16}.items():
         monkeypatch.setattr(gated_delta_cases, name, value)
-    shape = StepShape(
-        requests=3, rows=3, query_heads=4, kv_heads=2, context=70, overlap=0.5, kv_format="e4m3", topk=8
-    )
-    (contender,) = delta_case.delta_case(shape, 2, 0, small_machine()).contenders
-    first = contender.check()
-    assert first.passed and first.checked == 2 and first.error > 0
-    real = delta_case.gated_delta_triton
+    monkeypatch.setattr(verify_cases, "VOCABULARY", 3000)
+    config = small(predictions)
+    read = read_predictions(config)
+    (row, *_) = read.step_kernels
 
-    def forgetful(**inputs: Any) -> Any:
+    def measured() -> Row:
+        return measure.measure_step_kernel(read, row | {"kernel": kernel}, config, machine(), compared=True)
+
+    right = measured()
+    assert (right["kernel"], right["status"], right["measured_us"]) == (kernel, "ok", 18.0)
+    real = getattr(bench, launcher)
+
+    def wrong(**inputs: Any) -> Any:
         result = real(**inputs)
-        inputs["state"].mul_(1.0001)
+        inputs[output][-1] += 1
         return result
 
-    monkeypatch.setattr(delta_case, "gated_delta_triton", forgetful)
-    assert not contender.check().passed
+    monkeypatch.setattr(bench, launcher, wrong)
+    assert measured()["status"] == "wrong"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

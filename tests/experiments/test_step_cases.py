@@ -1,0 +1,115 @@
+"""Inputs of verification and of recurrent layers: as models have them, and able to tell right from wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from page4.experiments import gated_delta_cases, verify_cases
+from page4.experiments.gated_delta_cases import delta_bytes, delta_copies, delta_inputs, delta_memory
+from page4.experiments.kernel_cases import StepShape
+from page4.experiments.verify_cases import verify_bytes, verify_copies, verify_inputs, verify_memory
+from page4.kernels.mtp_verify import verify_reference
+
+SHAPE = StepShape(
+    requests=5, rows=4, query_heads=4, kv_heads=2, context=70, overlap=0.5, kv_format="e4m3", topk=8
+)
+
+
+@pytest.fixture(autouse=True)
+def few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"KEY_HEADS": 1, "VALUE_HEADS": 2, "HEAD_DIM": 16}.items():
+        monkeypatch.setattr(gated_delta_cases, name, value)
+    monkeypatch.setattr(verify_cases, "VOCABULARY", 3000)
+
+
+def tensors(inputs: Any) -> Iterator[Tensor]:
+    for field in fields(inputs):
+        value = getattr(inputs, field.name)
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from tensors(value)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["delta", "verify", "verify_filtered"])
+def test_inputs_without_values_look_like_those_with(kind: str, rows: int) -> None:
+    shape = replace(SHAPE, rows=rows)
+    if kind == "delta":
+        hollow: Any = delta_inputs(shape)
+        copies: list[Any] = [*delta_copies(shape, "cpu", copies=2)]
+    else:
+        hollow = verify_inputs(shape, filtered=kind == "verify_filtered")
+        copies = [*verify_copies(shape, "cpu", copies=2, filtered=kind == "verify_filtered")]
+    looks = [(x.shape, x.stride(), x.dtype) for x in tensors(hollow)]
+    for copy in copies:
+        assert [(x.shape, x.stride(), x.dtype) for x in tensors(copy)] == looks
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_copies_differ_and_a_seed_repeats_them(filtered: bool) -> None:
+    first, second = verify_copies(SHAPE, "cpu", seed=1, copies=2, filtered=filtered)
+    (again,) = verify_copies(SHAPE, "cpu", seed=1, filtered=filtered)
+    assert torch.equal(first.logits, again.logits) and torch.equal(first.drafts, again.drafts)
+    assert not torch.equal(first.logits, second.logits)
+    assert not torch.equal(first.drafts, second.drafts)
+    assert first.workspace is second.workspace
+    one, other = delta_copies(SHAPE, "cpu", seed=1, copies=2)
+    assert torch.equal(one.state[:, 0], delta_copies(SHAPE, "cpu", seed=1)[0].state[:, 0])
+    assert not torch.equal(one.state[:, 0], other.state[:, 0])
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_drafts_are_accepted_and_rejected(filtered: bool) -> None:
+    shape = replace(SHAPE, requests=64)
+    (inputs,) = verify_copies(shape, "cpu", filtered=filtered)
+    accepted, emitted = verify_reference(
+        inputs.logits, inputs.drafts, inputs.positions, inputs.params, inputs.distributions
+    )
+    greedy = inputs.params.scale == 0
+    assert not greedy[0]
+    for some in (accepted[greedy], accepted[~greedy]):
+        # Every count of accepted drafts is there, wherever there are such requests.
+        assert set(some.tolist()) == ({0, 1, 2, 3} if len(some) else set())
+    assert int(greedy.sum()) == (0 if filtered else 32)
+    assert (emitted >= 0).sum() == (accepted + 1).sum()
+
+
+def test_slots_that_no_step_reads_hold_nothing() -> None:
+    (inputs,) = delta_copies(SHAPE, "cpu")
+    assert inputs.state[:, 0].isfinite().all()
+    assert inputs.state[:, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_bytes_of_a_recurrent_step(rows: int) -> None:
+    shape = replace(SHAPE, rows=rows)
+    (inputs,) = delta_copies(shape, "cpu")
+    slots = max(rows, 4)
+    assert inputs.state.shape[1] == slots and inputs.ring.shape[1] == 3 + slots
+    activations = [*vars(inputs.inputs).values(), inputs.out]
+    memory = [*activations, inputs.state, inputs.ring]
+    assert delta_memory(shape) == sum(x.nbytes for x in memory)
+    # The state is read once and written for every row; of the ring three places are read, one a row written.
+    moved = sum(x.nbytes for x in activations)
+    moved += inputs.state[:, 0].nbytes * (1 + rows) + inputs.ring[:, 0].nbytes * (3 + rows)
+    assert delta_bytes(shape) == moved
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_bytes_of_a_verification(rows: int, filtered: bool) -> None:
+    shape = replace(SHAPE, rows=rows)
+    (inputs,) = verify_copies(shape, "cpu", filtered=filtered)
+    drafted = inputs.distributions
+    assert (drafted is not None) == (filtered and rows > 1)
+    stored = 0 if drafted is None else drafted.logits.nbytes
+    read = 0 if drafted is None else drafted.logits[:, 0].nbytes
+    assert verify_memory(shape, filtered) == inputs.logits.nbytes + stored
+    assert verify_bytes(shape, filtered) == inputs.logits.nbytes + read
