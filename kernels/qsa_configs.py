@@ -23,7 +23,8 @@ def prepare_config(q_gate: Tensor, k: Tensor, index: Tensor, storage: QSAStorage
     configurations, device = active(), q_gate.device
 
     def find() -> PrepareConfig:
-        key, default = PrepareKey.of(q_gate, k, index, storage), default_prepare_config(q_gate.shape[0])
+        key = PrepareKey.of(q_gate, k, index, storage)
+        default = default_prepare_config(q_gate.shape[0], device)
         tuned = q_gate.element_size() == 2
         config: PrepareConfig = configurations.resolve(
             "qsa_prepare_triton", key, device, default, tuned

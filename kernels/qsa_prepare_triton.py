@@ -366,12 +366,15 @@ class PrepareConfig:
     rows_per_program: int
 
 
-def default_prepare_config(num_rows: int) -> PrepareConfig:
+def default_prepare_config(num_rows: int, device: torch.device) -> PrepareConfig:
     """The configuration without tuning.
 
     A program is one warp and needs no shared memory for its sums. More rows have more bytes on their way, one
-    row makes more programs.
+    row makes more programs. On a V100 (compute capability 7.0) one row also takes 64 registers, so that 32
+    programs have room on a multiprocessor; two rows take 92, and spill in 64.
     """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (7, 0):
+        return PrepareConfig(rows_per_program=1)
     return PrepareConfig(rows_per_program=1 if num_rows <= 64 else 2 if num_rows < 2048 else 8)
 
 
@@ -423,7 +426,7 @@ def qsa_prepare_triton(
     if num_rows == 0:
         return q, index_q
     if rows_per_program is None:
-        rows_per_program = default_prepare_config(num_rows).rows_per_program
+        rows_per_program = default_prepare_config(num_rows, k.device).rows_per_program
     grid = (1 + index_heads + heads + 2 * kv_heads, triton.cdiv(num_rows, rows_per_program))
     dependent = launches_dependents(k.device)
     qsa_prepare_kernel[grid](

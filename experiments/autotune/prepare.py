@@ -52,7 +52,7 @@ class PrepareProblem(Problem):
 
     def default(self, inputs: PrepareInputs) -> PrepareConfig:
         """The launcher's own."""
-        return default_prepare_config(inputs.k.shape[0])
+        return default_prepare_config(inputs.k.shape[0], inputs.k.device)
 
     def candidates(self, inputs: PrepareInputs, machine: Machine) -> list[Any]:
         """Up to 16 rows a program."""

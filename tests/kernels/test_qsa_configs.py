@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from page4.experiments.kernel_cases import StepShape, prepare_copies, score_copies
+from page4.experiments.sm70.pretend_gpu import GPUS, pretend_gpu
 from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import ScoresConfig, default_scores_config, index_scores_triton
 from page4.kernels.qsa_configs import prepare_config, scores_config
@@ -84,7 +85,16 @@ def test_wide_numbers_and_unknown_shapes_get_the_default(tmp_path: Path) -> None
     (prepare,) = prepare_copies(STEP, DEVICE)
     with use_configurations("defaults"):
         config = prepare_config(prepare.q_gate, prepare.k, prepare.index, prepare.storage)
-    assert config == default_prepare_config(6)
+    assert config == default_prepare_config(6, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows_per_program"), [(70, [1, 1, 1]), (80, [1, 2, 8]), (90, [1, 2, 8])]
+)
+def test_rows_of_a_program_by_rule(capability: int, rows_per_program: list[int]) -> None:
+    with pretend_gpu(GPUS[capability]) as device:
+        configs = [default_prepare_config(num_rows, device) for num_rows in (64, 256, 8192)]
+    assert [config.rows_per_program for config in configs] == rows_per_program
 
 
 @pytest.mark.parametrize(
