@@ -43,7 +43,8 @@ class Choice:
         why: one line for people.
         config: of the implementation.
         source: whether the configuration was recorded for this key (``exact``), for one near it (``bucket``),
-            or is what the implementation decides by rule (``default``).
+            was never measured but predicted for this GPU (``predicted exact``, ``predicted bucket``), or is
+            what the implementation decides by rule (``default``).
     """
 
     implementation: Literal["gluon", "triton"]
