@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,6 +21,9 @@ from .decoder import Trunk
 from .gated_delta_net import GatedDeltaNet
 from .hyper_connection import HyperConnection
 from .loader import load_weights
+from .loading.names import text_name
+from .loading.quantisation import quantisation
+from .loading.subset import subset
 from .moe import MoE
 from .mtp import MTPHead
 from .ple import PerLayerEmbedding
@@ -61,8 +65,11 @@ class Qwen4ExpForCausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         backend: str | None = None,
+        layers: Sequence[int] | None = None,
     ) -> Self:
-        """Load ``config.json`` and safetensors shards.
+        """Load ``config.json`` and safetensors shards, of the text or the multimodal class.
+
+        Weights of 4 and 8 bits are dequantised as they are read, see :func:`page4.model.loader.load_weights`.
 
         Args:
             folder: a Hugging Face model folder.
@@ -70,6 +77,8 @@ class Qwen4ExpForCausalLM(nn.Module):
             device: where the model lives.
             backend: implementation of the hot paths, see :meth:`use_backend`; default ``triton`` on CUDA if
                 its kernels can run the model, else ``reference``.
+            layers: the layers to load, ascending, for studies of some of them; all by default. Shards that
+                hold only others need not be there.
         Raises:
             InputError: a file is missing, truncated, or does not fit the config, or the backend cannot run
                 the model here.
@@ -78,11 +87,14 @@ class Qwen4ExpForCausalLM(nn.Module):
         device = torch.device(device)
         if dtype is None:
             dtype = torch.float16 if device.type == "cuda" else torch.float32
-        config = Qwen4ExpConfig.from_file(folder / "config.json")
+        config, name_of = Qwen4ExpConfig.from_file(folder / "config.json"), text_name
+        if layers is not None:
+            config, name_of = subset(config, layers)
+        quantised = quantisation(config.raw)
         checked_backend(backend, config, dtype, device.type)  # before gigabytes are read
         with torch.device("meta"):
             model = cls(config)
-        load_weights(model, folder, dtype, device, config.split_ngram_parts)
+        load_weights(model, folder, dtype, device, config.split_ngram_parts, quantised, name_of)
         model.use_backend(backend)
         return model.eval().requires_grad_(False)
 

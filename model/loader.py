@@ -1,32 +1,43 @@
-"""Reading safetensors checkpoints into a model built on the meta device."""
+"""Filling a model that was built on the meta device from a checkpoint folder."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from page4.kernels.errors import InputError
 
-# Tensors of the vision tower beside a text checkpoint are not weights of this model.
-_IGNORED_PREFIXES = ("model.visual.", "visual.")
-_INDEX = "model.safetensors.index.json"
+from .loading.names import listed, text_name
+from .loading.pieces import pieces
+from .loading.quantisation import Quantisation
+from .loading.shards import ShardReader, catalogue, shards
+from .loading.sources import Incomplete, find_source
+from .loading.stored import Source, Stored
+
+__all__ = ["load_weights", "shards"]
 
 
 def load_weights(
-    model: nn.Module, folder: Path, dtype: torch.dtype, device: torch.device, ngram_parts: int
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ngram_parts: int,
+    quantisation: Quantisation,
+    name_of: Callable[[str], str | None] = text_name,
 ) -> None:
     """Fill a meta-device model from a checkpoint folder.
 
-    Every tensor the model names must be there with its shape, and nothing else may be. Routed experts and
-    n-gram tables may be stored whole or in pieces (see :func:`pieces`). Floating-point weights are converted
-    to ``dtype``, except the recurrence's ``A_log`` and ``dt_bias``, which stay FP32.
+    Every tensor that the model names must be there with its shape, and nothing else may be; headers tell, so
+    nothing is read of a folder that does not fit. Routed experts and n-gram tables may be stored whole or in
+    pieces (:func:`page4.model.loading.pieces.pieces`), matrices quantised in the forms of
+    :func:`page4.model.loading.sources.find_source`. Floating-point weights become ``dtype``, except the
+    recurrence's ``A_log`` and ``dt_bias``, which stay FP32. Beside the model itself at most one shard is in
+    memory, and a few slabs of the matrix that is being dequantised.
 
     Args:
         model: tells names and shapes.
@@ -34,115 +45,106 @@ def load_weights(
         dtype: of the weights.
         device: where they go.
         ngram_parts: pieces a split n-gram table comes in (``split_ngram_parts``).
+        quantisation: what the config says of quantised weights.
+        name_of: the name in the model of a stored tensor, None for one that is to be left out.
 
     Raises:
-        InputError: a shard is missing or truncated, a tensor is missing, unknown, or of another shape.
+        InputError: a shard is missing or broken, tensors are missing or unknown (all are named), one is of
+            another shape or dtype, or holds what ``dtype`` cannot: NaN, infinity, or too large values.
     """
     expected = model.state_dict()
-    parts = {
-        piece.name: piece for name, whole in expected.items() for piece in pieces(name, whole, ngram_parts)
-    }
+    stored = catalogue(folder, name_of)
+    jobs = _jobs(folder, expected, stored, ngram_parts, quantisation)
+    for job in jobs:
+        whole = expected[job.whole]
+        job.source.check(tuple(whole[job.index].shape), not whole.is_floating_point())
+    # Shard by shard, so that each is mapped once; a stable sort keeps the pieces of a tensor together.
+    jobs.sort(key=lambda job: job.source.parts[0].shard)
     loaded: dict[str, Tensor] = {}
-    read_parts: set[str] = set()
-    for shard, name, tensor in _tensors(folder):
-        if name == "lm_head.weight" and name not in expected:
-            continue  # a tied checkpoint may still carry a copy of the embedding
-        if name in expected:
-            _check_shape(shard, name, tensor, expected[name])
-            loaded[name] = _convert(name, tensor, dtype).to(device)
-        elif name in parts:
-            piece, whole = parts[name], expected[parts[name].whole]
-            _check_shape(shard, name, tensor, whole[piece.index])
-            if piece.whole not in loaded:
-                loaded[piece.whole] = torch.empty(whole.shape, dtype=dtype, device=device)
-            loaded[piece.whole][piece.index] = tensor.to(dtype)
-            read_parts.add(name)
-        else:
-            raise InputError(f"{shard}: tensor {name} is not part of this model")
-    begun = {parts[name].whole for name in read_parts}
-    missing = expected.keys() - loaded.keys()
-    missing |= {name for name, piece in parts.items() if piece.whole in begun} - read_parts
-    if missing:
-        listed = ", ".join(sorted(missing)[:3])
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise InputError(f"{folder}: checkpoint lacks {listed}{more}")
+    with ShardReader() as reader:
+        for job in jobs:
+            if job.whole not in loaded:
+                loaded[job.whole] = _empty(job.whole, expected[job.whole], dtype, device)
+            weight = loaded[job.whole][job.index]
+            job.source.fill(weight, reader.read)
+            _check_finite(job.source, weight)
     model.load_state_dict(loaded, assign=True)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor under a name of its own: ``whole[index]`` is stored as ``name``."""
+class _Job:
+    """Fills ``whole[index]`` of the model."""
 
-    name: str
     whole: str
     index: tuple[int | slice, ...]
+    source: Source
 
 
-def pieces(name: str, whole: Tensor, ngram_parts: int) -> Iterator[Piece]:
-    """The names under which published checkpoints store a tensor in pieces; none for most tensors.
-
-    Fused experts ``experts.gate_up_proj [E, 2I, H]`` and ``experts.down_proj [E, H, I]`` come as one matrix
-    per expert, ``ngram_embedding.weight`` as ``ngram_embedding.shard_{k}.weight`` of equally many rows.
-    """
-    if match := re.fullmatch(r"(.+\.experts)\.(gate_up_proj|down_proj)", name):
-        for expert in range(whole.shape[0]):
-            stem = f"{match[1]}.{expert}"
-            if match[2] == "down_proj":
-                yield Piece(f"{stem}.down_proj.weight", name, (expert,))
-            else:
-                half = whole.shape[1] // 2
-                yield Piece(f"{stem}.gate_proj.weight", name, (expert, slice(0, half)))
-                yield Piece(f"{stem}.up_proj.weight", name, (expert, slice(half, 2 * half)))
-    elif name.endswith(".ngram_embedding.weight"):
-        rows = -(-whole.shape[0] // ngram_parts)
-        for k, start in enumerate(range(0, whole.shape[0], rows)):
-            stem = name.removesuffix("weight")
-            yield Piece(f"{stem}shard_{k}.weight", name, (slice(start, start + rows),))
-
-
-def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, as its index names them.
+def _jobs(
+    folder: Path,
+    expected: Mapping[str, Tensor],
+    stored: Mapping[str, Stored],
+    ngram_parts: int,
+    quantisation: Quantisation,
+) -> list[_Job]:
+    """Where each tensor of the model comes from.
 
     Raises:
-        InputError: no checkpoint there, or a shard the index names is missing.
+        InputError: names those that are missing and those that are none of the model's.
     """
-    index = folder / _INDEX
-    if index.is_file():
+    jobs: list[_Job] = []
+    missing: set[str] = set()
+    known: set[Stored] = set()
+    incomplete: set[str] = set()  # weights of which some parts are there, whose others are missing
+
+    def find(name: str) -> Source | None:
         try:
-            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{index}: not a safetensors index ({error})") from error
-        for name in names:
-            if not (folder / name).is_file():
-                raise InputError(f"{folder}: shard {name} is missing")
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    raise InputError(f"{folder}: no checkpoint there (expected {_INDEX} or model.safetensors)")
+            source = find_source(name, stored, quantisation)
+        except Incomplete as error:
+            incomplete.add(name)
+            missing.update(error.missing)
+            known.update(error.there)
+            return None
+        known.update(source.parts if source is not None else ())
+        return source
+
+    for name, whole in expected.items():
+        source = find(name)
+        parts = [(piece, find(piece.name)) for piece in pieces(name, whole, ngram_parts)]
+        there = [_Job(name, piece.index, found) for piece, found in parts if found is not None]
+        if there and (source is not None or name in incomplete):
+            raise InputError(f"{folder}: {name} is stored twice, whole and in pieces")
+        if source is not None:
+            jobs.append(_Job(name, (), source))
+        elif there or any(piece.name in incomplete for piece, _ in parts):
+            jobs += there
+            missing |= {piece.name for piece, found in parts if found is None} - incomplete
+        elif name not in incomplete:
+            missing.add(name)
+    unknown = {name for name, part in stored.items() if part not in known}
+    if "lm_head.weight" not in expected:
+        unknown.discard("lm_head.weight")  # a tied checkpoint may still carry a copy of the embedding
+    complaints = [f"checkpoint lacks {listed(missing)}"] if missing else []
+    complaints += [f"not part of this model: {listed(unknown)}"] if unknown else []
+    if complaints:
+        raise InputError(f"{folder}: {'; '.join(complaints)}")
+    return jobs
 
 
-def _tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """Every tensor of the text model, by its name in the text-only layout, and the shard it is in."""
-    for shard in shards(folder):
-        try:
-            with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if not name.startswith(_IGNORED_PREFIXES):
-                        text_name = name.replace("model.language_model.", "model.", 1)
-                        yield shard, text_name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{shard}: not a readable safetensors file ({error})") from error
+def _empty(name: str, whole: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not whole.is_floating_point():
+        dtype = whole.dtype
+    elif name.endswith((".A_log", ".dt_bias")):
+        dtype = torch.float32
+    return torch.empty(whole.shape, dtype=dtype, device=device)
 
 
-def _check_shape(shard: Path, name: str, tensor: Tensor, expected: Tensor) -> None:
-    if tensor.shape != expected.shape:
-        raise InputError(f"{shard}: {name} has shape {list(tensor.shape)}, expected {list(expected.shape)}")
-
-
-def _convert(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    if name.endswith((".A_log", ".dt_bias")):
-        return tensor.float()
-    return tensor.to(dtype)
+def _check_finite(source: Source, weight: Tensor) -> None:
+    if not weight.is_floating_point() or weight.numel() == 0:
+        return
+    # Least and largest need no memory, and a NaN among the values makes both NaN.
+    if not torch.stack(torch.aminmax(weight)).isfinite().all():
+        part = source.parts[0]
+        raise InputError(
+            f"{part.shard}: {listed([part.name])} holds NaN, infinity, or values too large for {weight.dtype}"
+        )

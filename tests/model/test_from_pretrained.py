@@ -184,9 +184,17 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     )
 
 
-def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
-    weights = {name: tensor for name, tensor in tiny_weights().items() if not name.startswith("mtp.")}
-    assert refusal(write(tmp_path, weights)).endswith(" and 28 more")
+def test_all_missing_tensors_are_named(tmp_path: Path) -> None:
+    weights = {name: tensor for name, tensor in tiny_weights().items() if not name.endswith("hc_norm.weight")}
+    assert refusal(write(tmp_path, weights)) == (
+        f"{tmp_path}: checkpoint lacks "
+        "model.hyper_connection_mixer.hc_norm.weight, "
+        "model.layers.{0-3}.attn_hyper_connection.hc_norm.weight, "
+        "model.layers.{0-3}.mlp_hyper_connection.hc_norm.weight, "
+        "mtp.hyper_connection_mixer.hc_norm.weight, "
+        "mtp.layers.0.attn_hyper_connection.hc_norm.weight, "
+        "mtp.layers.0.mlp_hyper_connection.hc_norm.weight"
+    )
 
 
 def test_a_missing_piece(tmp_path: Path) -> None:
@@ -209,7 +217,17 @@ def test_a_missing_piece(tmp_path: Path) -> None:
 )
 def test_an_unknown_tensor(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, tiny_weights() | {name: torch.ones(2)})
-    assert refusal(folder) == f"{folder / 'model.safetensors'}: tensor {name} is not part of this model"
+    assert refusal(folder) == f"{folder}: not part of this model: {name}"
+
+
+def test_missing_and_unknown_tensors_are_said_together(tmp_path: Path) -> None:
+    """A misspelt name is recognised by the two."""
+    weights = tiny_weights()
+    weights["model.layers.0.mlp.router.weight"] = weights.pop("model.layers.0.mlp.gate.weight")
+    assert refusal(write(tmp_path, weights)) == (
+        f"{tmp_path}: checkpoint lacks model.layers.0.mlp.gate.weight; "
+        "not part of this model: model.layers.0.mlp.router.weight"
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,13 +235,78 @@ def test_an_unknown_tensor(tmp_path: Path, name: str) -> None:
     [
         ("lm_head.weight", (64, 48), "[128, 48]"),
         ("mtp.layers.0.mlp.experts.down_proj", (6, 24, 48), "[6, 48, 24]"),
-        ("model.layers.0.mlp.experts.2.gate_proj.weight", (23, 48), "[24, 48]"),
     ],
 )
 def test_a_tensor_of_another_shape(tmp_path: Path, name: str, shape: tuple[int, ...], expected: str) -> None:
     folder = write(tmp_path, tiny_weights() | {name: torch.zeros(shape)})
     message = f"{folder / 'model.safetensors'}: {name} has shape {list(shape)}, expected {expected}"
     assert refusal(folder) == message
+
+
+def test_a_piece_of_another_shape(tmp_path: Path) -> None:
+    hf_model(tiny_dict(mtp_num_hidden_layers=0), seed=6).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    save_file(load_file(file) | {name: torch.zeros(23, 48)}, file)
+    assert refusal(tmp_path) == f"{file}: {name} has shape [23, 48], expected [24, 48]"
+
+
+def test_a_tensor_whole_and_in_pieces(tmp_path: Path) -> None:
+    piece = {"model.layers.0.mlp.experts.2.gate_proj.weight": torch.zeros(24, 48)}
+    assert refusal(write(tmp_path, tiny_weights() | piece)) == (
+        f"{tmp_path}: model.layers.0.mlp.experts.gate_up_proj is stored twice, whole and in pieces"
+    )
+
+
+def test_a_dtype_that_is_none_of_a_weight(tmp_path: Path) -> None:
+    folder = write(tmp_path, tiny_weights() | {"lm_head.weight": torch.zeros(128, 48, dtype=torch.int32)})
+    assert refusal(folder).endswith("lm_head.weight is I32, expected F32 or BF16 or F16 or F64")
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("nan", "float32"), ("inf", "float32"), ("1e5", "float16")])
+def test_values_that_a_weight_cannot_have(tmp_path: Path, value: str, dtype: str) -> None:
+    weights = tiny_weights()
+    weights["model.layers.1.linear_attn.out_proj.weight"][3, 5] = float(value)
+    folder = write(tmp_path, weights)
+    with pytest.raises(InputError) as caught:
+        Qwen4ExpForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    assert str(caught.value) == (
+        f"{folder / 'model.safetensors'}: model.layers.1.linear_attn.out_proj.weight holds NaN, infinity, or "
+        f"values too large for torch.{dtype}"
+    )
+
+
+def test_a_tensor_in_another_shard_than_the_index_says(tmp_path: Path) -> None:
+    folder = write(tmp_path, tiny_weights(), shards=3)
+    index = json.loads((folder / INDEX).read_text())
+    name = "model.embed_tokens.weight"
+    place = index["weight_map"][name]
+    index["weight_map"][name] = next(f for f in index["weight_map"].values() if f != place)
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(folder) == f"{folder}: {place} holds {name}, the index says otherwise"
+
+
+def test_a_tensor_that_only_the_index_has(tmp_path: Path) -> None:
+    folder = write(tmp_path, tiny_weights(), shards=3)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(folder) == f"{folder}: shards lack what the index lists: model.norm.weight"
+
+
+def test_one_name_in_both_layouts(tmp_path: Path) -> None:
+    weights = tiny_weights()
+    weights["model.language_model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    assert "model.embed_tokens.weight is stored twice" in refusal(write(tmp_path, weights))
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "config.json", "a" * 400 + ".safetensors", "\0", 7])
+def test_an_index_that_names_what_is_no_shard(tmp_path: Path, file: str | int) -> None:
+    folder = write(tmp_path / "model", tiny_weights())
+    (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
+    names = dict.fromkeys(tiny_weights(), file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert refusal(folder).startswith(str(folder))
 
 
 def test_a_config_that_does_not_fit_the_weights(tmp_path: Path) -> None:

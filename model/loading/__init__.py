@@ -1,0 +1,1 @@
+"""Reading checkpoints: index and shards, names, tensors in pieces, and quantised forms."""
