@@ -22,7 +22,7 @@ PARTS  := kernels kvcache model spec_decode experiments
 help:
 	@echo "make study       measure MTP acceptance against context length with the shipped checkpoint"
 	@echo "make test        run the tests"
-	@echo "make test-gpu    run the kernels' tests on a GPU, over every shape and format"
+	@echo "make test-gpu    run the tests of kernels and of decode steps on a GPU, over every shape and format"
 	@echo "make lint        run ruff and mypy"
 	@echo "make sm70        compile the kernels for a V100 and others, and check their machine code; needs no GPU"
 	@echo "make notebooks   execute the notebooks"
@@ -39,7 +39,8 @@ test: $(VENV)/.installed-test .sm70/.installed
 test-gpu: $(VENV)/.installed-test
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "make test-gpu needs a GPU that PyTorch can use; make test runs the kernels on the CPU" >&2; exit 2; }
-	@$(BIN)/pytest -n 8 tests/kernels tests/model/test_backends.py
+	@$(BIN)/pytest -n 8 tests/kernels tests/model/test_backends.py tests/spec_decode/test_decode_step.py \
+	  tests/spec_decode/test_lossless_gpu.py
 
 # page4.* are the top folders under another name; the links let mypy find them by that name.
 lint: $(VENV)/.installed-lint
