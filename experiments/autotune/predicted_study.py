@@ -20,7 +20,7 @@ from page4.experiments.autotune.predicted_trials import (
     try_predicted,
 )
 from page4.experiments.autotune.problem import Cell
-from page4.experiments.autotune.problems import V100_PROBLEMS
+from page4.experiments.autotune.problems import problems_on
 from page4.experiments.autotune.record import STEP_COLUMNS, Result, cell_columns, record
 from page4.experiments.autotune.study import plan_cells
 from page4.experiments.progress import Reporter, Silent
@@ -111,7 +111,7 @@ def run(
         InputError: The Triton for sm_70 is missing, nothing can be tuned, or the folder cannot be used.
     """
     progress = progress or Silent()
-    cells = plan_cells(config, V100_PROBLEMS)
+    cells = plan_cells(config, problems_on((7, 0)))
     if not cells:
         raise InputError("none of these kernels reads any of these KV formats")
     configs = config.configs or out / "configs"

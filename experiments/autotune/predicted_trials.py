@@ -43,7 +43,8 @@ class PredictedTrial:
     Attributes:
         config: of the kernel.
         outcome: ``predicted``; or left out because it ``spills`` registers or ``fails`` to compile or to run.
-        us: microseconds of a call's kernels, without what passes between them.
+        us: microseconds of a call's kernels, without what passes between them. Of what spills only the
+            default has a time, to hold the others against.
         registers: a thread, of the kernel that takes longest.
         note: the kernels and their times, or why there are none.
         code: digest of what the configuration launches: the trial counts until that changes.
@@ -65,14 +66,14 @@ def best_of(trials: Sequence[PredictedTrial]) -> PredictedTrial | None:
     timed = [
         (trial, trial.us, trial.registers)
         for trial in trials
-        if trial.us is not None and trial.registers is not None
+        if trial.outcome == "predicted" and trial.us is not None and trial.registers is not None
     ]
     return rank_predictions(timed)[0] if timed else None
 
 
 def fastest_of(trials: Sequence[PredictedTrial]) -> PredictedTrial | None:
-    """The trial with the shortest prediction, ties or not."""
-    timed = [trial for trial in trials if trial.us is not None]
+    """The trial with the shortest prediction, ties or not; none that spills."""
+    timed = [trial for trial in trials if trial.outcome == "predicted"]
     return min(timed, key=lambda trial: trial.us or math.inf, default=None)
 
 
@@ -125,14 +126,21 @@ def try_predicted(
                 continue
             code = call_digest(_call(cell, candidate))
             is_default = candidate == default
-            if code not in by_code or (is_default and by_code[code].outcome == "spills"):
+            if code not in by_code or (
+                is_default and by_code[code].outcome == "spills" and by_code[code].us is None
+            ):
                 by_code[code] = dataclasses.replace(
                     _try(cell, candidate, is_default, compiler, config), code=code
                 )
             trials.append(dataclasses.replace(by_code[code], config=candidate))
             if trials[-1].outcome == "spills":
                 spilling.add(place)
-        times = [Trial(trial.config, "timed" if trial.us else "fails", trial.us) for trial in trials]
+        times = [
+            Trial(trial.config, "timed", trial.us)
+            if trial.outcome == "predicted"
+            else Trial(trial.config, "fails")
+            for trial in trials
+        ]
         waiting = next_round(configs, times, config.kept_tiles)
     return default, trials
 
@@ -151,9 +159,10 @@ def _try(
     try:
         launches = launches_on_v100(_call(cell, candidate))
         stacks = [compiler.compile(launch.job(CAPABILITY)).stack_bytes for launch in launches]
+        note = f"{max(stacks)} bytes a thread"
         # The default is what the others are held against.
         if max(stacks) and not is_default:
-            return PredictedTrial(candidate, "spills", note=f"{max(stacks)} bytes a thread")
+            return PredictedTrial(candidate, "spills", note=note)
         kernels, _ = predict_call(
             KINDS[cell.kernel],
             cell.step,
@@ -165,7 +174,10 @@ def _try(
         )
     except (InputError, CompilationError, EmulationError) as error:
         return PredictedTrial(candidate, "fails", note=" ".join(str(error).split())[:200])
-    return _predicted(candidate, kernels)
+    trial = _predicted(candidate, kernels)
+    if max(stacks):
+        return dataclasses.replace(trial, outcome="spills", note=f"{trial.note}; {note}")
+    return trial
 
 
 def _call(cell: Cell, candidate: Any) -> Callable[[], object]:

@@ -20,7 +20,7 @@ from page4.experiments.autotune.config import AutotuneConfig
 from page4.experiments.autotune.machine import Machine, this_gpu
 from page4.experiments.autotune.predicted_config import PredictedTuningConfig
 from page4.experiments.autotune.problem import Bench, Candidates, Cell, Problem
-from page4.experiments.autotune.problems import PROBLEMS
+from page4.experiments.autotune.problems import PROBLEMS, problems_on
 from page4.experiments.autotune.record import (
     TRIAL_COLUMNS,
     TRIAL_KEY,
@@ -33,6 +33,7 @@ from page4.experiments.autotune.rounds import first_round, next_round
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
+from page4.kernels.page4_attention_dispatch import device_capability
 from page4.kernels.tuning import triton_version
 
 _AHEAD = 3  # cells that are compiled while one is timed
@@ -67,7 +68,7 @@ def run(
     machine = machine or this_gpu(config.replays)
     started = machine.now()
     progress = progress or Silent()
-    cells = plan_cells(config)
+    cells = plan_cells(config, problems_on(device_capability(machine.device)))
     if not cells:
         raise InputError("none of these kernels reads any of these KV formats")
     inputs = {"gpu": machine.gpu, "triton": triton_version(), "kernels": _kernel_digest()}

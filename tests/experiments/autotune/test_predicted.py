@@ -6,10 +6,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from page4.experiments.autotune import predicted_trials
 from page4.experiments.autotune.predicted_config import PredictedTuningConfig
 from page4.experiments.autotune.predicted_study import COLUMNS, run
 from page4.experiments.autotune.predicted_trials import (
@@ -20,7 +22,7 @@ from page4.experiments.autotune.predicted_trials import (
     try_predicted,
 )
 from page4.experiments.autotune.problem import Cell
-from page4.experiments.autotune.problems import V100_PROBLEMS
+from page4.experiments.autotune.problems import problems_on
 from page4.experiments.autotune.study import plan_cells
 from page4.experiments.cli import run as run_command
 from page4.experiments.samples import read_samples
@@ -30,6 +32,7 @@ from page4.experiments.sm70.step_inputs import attention_inputs
 from page4.experiments.sm70.toolchain import side_install
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_dispatch import chosen
+from page4.kernels.page4_attention_gluon import GluonConfig
 from page4.kernels.tunable import TUNABLE
 from page4.kernels.tuning import use_configurations
 from page4.kernels.tuning_file import read_tuning_file
@@ -44,6 +47,7 @@ SMALL = PredictedTuningConfig(
     context=1024,
     topk=64,
 )
+ON_V100 = problems_on((7, 0))
 PATH = Path("v100/triton-3.6/page4_attention_gluon.json")
 
 
@@ -74,7 +78,7 @@ class Inventor:
 
 @pytest.mark.parametrize("kernel", ["page4_attention_gluon", "index_scores_triton", "qsa_prepare_triton"])
 def test_candidates_are_those_of_a_v100_with_the_default_first(kernel: str) -> None:
-    cells = plan_cells(dataclasses.replace(SMALL, kernels=(kernel,)), V100_PROBLEMS)
+    cells = plan_cells(dataclasses.replace(SMALL, kernels=(kernel,)), ON_V100)
     default, configs = possible_configs(cells[0], SMALL)
     assert configs[0] == default
     assert len(set(configs)) == len(configs) > 1
@@ -85,7 +89,7 @@ def test_candidates_are_those_of_a_v100_with_the_default_first(kernel: str) -> N
 
 
 def test_splits_that_nearly_tie_are_left_out() -> None:
-    cell = plan_cells(SMALL, V100_PROBLEMS)[0]
+    cell = plan_cells(SMALL, ON_V100)[0]
     _, few = possible_configs(cell, dataclasses.replace(SMALL, splits_step=3.0))
     _, many = possible_configs(cell, dataclasses.replace(SMALL, splits_step=1.0))
     assert set(few) < set(many)
@@ -93,7 +97,7 @@ def test_splits_that_nearly_tie_are_left_out() -> None:
 
 def test_tiles_of_a_v100_have_eight_members() -> None:
     # 24 members are 3 tiles; a third of the heads is one, which padding to 16 would hide.
-    cell = plan_cells(SMALL, V100_PROBLEMS)[0]
+    cell = plan_cells(SMALL, ON_V100)[0]
     assert {config.head_splits for config in possible_configs(cell, SMALL)[1]} == {1, 2, 3}
 
 
@@ -181,7 +185,7 @@ def test_another_target_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_real_trials_are_predicted_once() -> None:
     config = dataclasses.replace(SMALL, kernels=("qsa_prepare_triton",), kv_formats=("e4m3",), followers=())
-    (cell,) = plan_cells(config, V100_PROBLEMS)
+    (cell,) = plan_cells(config, ON_V100)
     compiler = Compiler(side_install())
     try:
         default, trials = try_predicted(cell, {}, None, compiler, config, set())
@@ -191,6 +195,41 @@ def test_real_trials_are_predicted_once() -> None:
     assert trials[0].config == default
     assert trials[0].us is not None and trials[0].us > 0
     assert trials[0].registers is not None and trials[0].registers > 16
+    assert again == (default, trials)
+
+
+@pytest.mark.parametrize("spilling_default", [False, True])
+def test_what_spills_is_never_recorded(spilling_default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = plan_cells(dataclasses.replace(SMALL, kv_formats=("e4m3",), followers=()), ON_V100)
+    spills = GluonConfig(4, 64, 4, 2, "mma884", 1)  # tiles of 16 tokens a warp, at 64 dimensions a warp
+    room = dataclasses.replace(spills, tile_tokens=32)
+    default, other = (spills, room) if spilling_default else (room, spills)
+    predicted: list[Any] = []
+
+    def quick_where_it_spills(kind: str, step: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cell.problem, "run", lambda inputs, config: predicted.append(config))
+            call(None)
+        us = 10.0 if predicted[-1] == spills else 20.0
+        prediction = SimpleNamespace(us=us, static=SimpleNamespace(registers=100))
+        return [SimpleNamespace(kernel="attention", prediction=prediction)], None
+
+    monkeypatch.setattr(predicted_trials, "predict_call", quick_where_it_spills)
+    monkeypatch.setattr(predicted_trials, "possible_configs", lambda *_: (default, [default, other]))
+    compiler = Compiler(side_install())
+    try:
+        _, trials = try_predicted(cell, {}, None, compiler, SMALL, set())
+        by_code = {trial.code: trial for trial in trials if trial.code}
+        again = try_predicted(cell, by_code, None, _NoCompiler(), SMALL, set())
+    finally:
+        compiler.close()
+    outcomes = {trial.config: trial.outcome for trial in trials}
+    assert outcomes == {spills: "spills", room: "predicted"}
+    # A default has a time all the same: the others are held against it.
+    assert predicted == ([spills, room] if spilling_default else [room])
+    assert {trial.config: trial.us for trial in trials}[spills] == (10.0 if spilling_default else None)
+    best, fastest = best_of(trials), fastest_of(trials)
+    assert best is not None and best.config == room and fastest is best
     assert again == (default, trials)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from page4.experiments.autotune import AutotuneConfig, run
+from page4.experiments.autotune import AutotuneConfig, run, study
 from page4.experiments.autotune.choice import Trial
 from page4.experiments.autotune.compiling import Compiled
 from page4.experiments.autotune.problem import Bench, Candidates, Cell
@@ -177,6 +179,33 @@ def test_kernels_are_not_tried_for_formats_that_they_do_not_read() -> None:
     assert not possible("page4_attention_gluon", "int8")
     for kernel in ("page4_attention_gluon", "page4_attention_triton", "qsa_prepare_triton"):
         assert not possible(kernel, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("capability", "tried"),
+    [
+        ((7, 0), {"fp16", "e4m3", "e5m2", "e3m4", "int8"}),
+        ((7, 5), set()),
+        ((8, 0), {"fp16", "e4m3", "e5m2", "e3m4"}),
+        ((9, 0), {"fp16", "e4m3", "e5m2", "e3m4"}),
+    ],
+)
+def test_gluon_is_tried_for_the_formats_that_it_reads_on_a_gpu(
+    capability: tuple[int, int], tried: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planned: list[str] = []
+
+    def stop(cells: Sequence[Cell], *args: Any) -> Iterator[Any]:
+        planned.extend(cell.step.kv_format for cell in cells)
+        return iter(())
+
+    monkeypatch.setattr(study, "device_capability", lambda device: capability)
+    monkeypatch.setattr(study, "_tune", stop)
+    formats = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
+    config = small_config(kernels=("page4_attention_gluon", "qsa_prepare_triton"), kv_formats=formats)
+    run(config, tmp_path / "out", machine=cpu_machine())
+    assert planned.count("int8") == 1 + ("int8" in tried)
+    assert {name for name in formats if planned.count(name) == 2} == tried
 
 
 @NEEDS_CPU
