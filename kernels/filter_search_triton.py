@@ -2,8 +2,9 @@
 
 All three keep the first tokens in the order of logits (descending, ties to the lower token), so what they
 keep is a threshold and, among the tokens that equal it, a last one. Both come from bisections over the tokens
-above a bound that is known from the tiles' sums: a few hundred or thousand, which are listed first. Only if
-the list overflows, the bisections read the whole row each time.
+above a bound that is known from the tiles' sums: a few hundred or thousand, which several programs list
+first. The order of the list means nothing: keys and tokens decide. The program that searches keeps the list's
+first ones in registers and reads the others again in every step; if the list overflows, it reads the row.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -42,31 +43,43 @@ def _eligible_keys(b_logit, maximum, scale, least_exponent):
 def _load_source(p_row, p_bits, vocabulary, p_listed, listed, o):
     """Logits of the list (its first ``listed`` entries) or, if ``listed`` is -1, of the row; -inf beyond."""
     b_row = load_logits(p_row, p_bits, o, tl.where(listed < 0, vocabulary, 0))
-    b_list = tl.load(p_listed + o, mask=o < listed, other=-float("inf"))
+    b_list = tl.load(p_listed + o, mask=o < listed, other=-float("inf"), cache_modifier=".cg")
     return tl.where(listed < 0, b_row, b_list)
 
 
 @triton.jit
+def _load_tokens(p_tokens, listed, o):
+    """Tokens of the list's entries, or of the row's."""
+    b_token = tl.load(p_tokens + o, mask=o < listed, other=-1, cache_modifier=".cg")
+    return tl.where(listed < 0, o, b_token)
+
+
+@triton.jit
 def _tally(
-    p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, least, CHUNK: tl.constexpr
-):
-    """Number, weight and least key of the eligible tokens whose keys are at least ``least``."""
-    b_count = tl.zeros([CHUNK], tl.int32)
-    b_mass = tl.zeros([CHUNK], tl.int64)
-    b_least = tl.full([CHUNK], 2**31 - 1, tl.int32)
-    for first in range(0, tl.where(listed < 0, vocabulary, listed), CHUNK):
+    b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, least,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Number, weight and least key of the eligible tokens whose keys are at least ``least``.
+
+    ``b_key`` and ``b_weight`` are the first ``CHUNK`` tokens' of the source.
+    """
+    m_counted = b_key >= least
+    b_count = m_counted.to(tl.int32)
+    b_mass = tl.where(m_counted, b_weight, 0)
+    b_least = tl.where(m_counted, b_key, 2**31 - 1)
+    for first in range(CHUNK, tl.where(listed < 0, vocabulary, listed), CHUNK):
         b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, first + tl.arange(0, CHUNK))
-        b_key = _eligible_keys(b_logit, maximum, scale, log2_min_p)
-        m_counted = b_key >= least
+        b_other = _eligible_keys(b_logit, maximum, scale, log2_min_p)
+        m_counted = b_other >= least
         b_count += m_counted.to(tl.int32)
         b_mass += tl.where(m_counted, token_weights(b_logit, maximum, scale), 0)
-        b_least = tl.minimum(b_least, tl.where(m_counted, b_key, 2**31 - 1))
+        b_least = tl.minimum(b_least, tl.where(m_counted, b_other, 2**31 - 1))
     return tl.sum(b_count, axis=0), tl.sum(b_mass, axis=0), tl.min(b_least, axis=0)
 
 
 @triton.jit
 def _bisect(
-    p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+    b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
     needed, low, count_low, mass_low, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The greatest key such that the tokens from it on reach ``needed``, in number or in weight.
@@ -83,8 +96,9 @@ def _bisect(
     while searching:
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
         count, mass, least = _tally(
-            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, middle, CHUNK
-        )
+            b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+            middle, CHUNK,
+        )  # fmt: skip
         reached = count >= needed
         if BY_MASS:
             reached = mass >= needed
@@ -100,32 +114,38 @@ def _bisect(
 
 @triton.jit
 def _last_tie(
-    p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
+    b_key, p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token that is number ``ties`` (from 1) of those that have the key."""
-    before = tl.full([], 0, tl.int32)
-    token = tl.full([], -1, tl.int32)
-    for first in range(0, tl.where(listed < 0, vocabulary, listed), CHUNK):
-        o = first + tl.arange(0, CHUNK)
-        b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, o)
-        m_tied = _eligible_keys(b_logit, maximum, scale, log2_min_p) == key
-        m_last = m_tied & (before + tl.cumsum(m_tied.to(tl.int32), axis=0) == ties)
-        b_token = tl.where(listed < 0, o, tl.load(p_tokens + o, mask=o < listed, other=-1))
-        token = tl.maximum(token, tl.max(tl.where(m_last, b_token, -1), axis=0))
-        before += tl.sum(m_tied.to(tl.int32), axis=0)
-    return token
+    """The token that is number ``ties`` (from 1), from the lowest on, of those that have the key."""
+    b_token = _load_tokens(p_tokens, listed, tl.arange(0, CHUNK))
+    low = tl.full([], -1, tl.int32)
+    high = vocabulary - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        b_count = ((b_key == key) & (b_token <= middle)).to(tl.int32)
+        for first in range(CHUNK, tl.where(listed < 0, vocabulary, listed), CHUNK):
+            o = first + tl.arange(0, CHUNK)
+            b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, o)
+            m_tied = _eligible_keys(b_logit, maximum, scale, log2_min_p) == key
+            b_count += (m_tied & (_load_tokens(p_tokens, listed, o) <= middle)).to(tl.int32)
+        if tl.sum(b_count, axis=0) >= ties:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 @triton.jit
 def _kth_tile(b_tile_max, k):
-    """A key that at least ``k`` of the tiles' maxima reach: INT_MIN if they are fewer."""
+    """A key that at least ``k`` of the tiles' maxima reach, and not many more; INT_MIN if they are fewer."""
     b_key = tl.where(b_tile_max > -float("inf"), _key(b_tile_max), _NO_KEY)
     low = tl.min(b_key, axis=0)
     high = tl.max(b_key, axis=0) + 1
     count = tl.sum((b_key > _NO_KEY).to(tl.int32), axis=0)
     low = tl.where(count < k, _NO_KEY, low)
-    searching = (count > k) & (high - 1 != low)
+    most = k + k // 4  # a few tokens more to list are faster than more steps here
+    searching = (count > most) & (high - 1 != low)
     while searching:
         middle = (low & high) + ((low ^ high) >> 1)
         above = tl.sum((b_key >= middle).to(tl.int32), axis=0)
@@ -133,100 +153,105 @@ def _kth_tile(b_tile_max, k):
             low = middle
         else:
             high = middle
-        searching = (above != k) & (high - 1 != low)
+        searching = ((above < k) | (above > most)) & (high - 1 != low)
     return low
 
 
 @triton.jit
-def _list_tokens(
-    p_row, p_bits, vocabulary, p_listed, p_tokens, maximum, scale, least_exponent, least_key,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Lists, in order, the tokens above both bounds; returns their number, or -1 if there are too many."""
-    count = tl.full([], 0, tl.int32)
-    for first in range(0, vocabulary, CHUNK):
-        o_token = first + tl.arange(0, CHUNK)
-        b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
-        b_key = _eligible_keys(b_logit, maximum, scale, least_exponent)
-        m_listed = (b_key > _NO_KEY) & (b_key >= least_key)
-        o_entry = count + tl.cumsum(m_listed.to(tl.int32), axis=0) - 1
-        m_listed = m_listed & (o_entry < CAPACITY)
-        tl.store(p_listed + o_entry, b_logit, mask=m_listed)
-        tl.store(p_tokens + o_entry, o_token, mask=m_listed)
-        count = tl.max(o_entry, axis=0) + 1
-    return tl.where(count > CAPACITY, -1, count)
-
-
-@triton.jit
-def search_filters(
-    p_row, p_bits, vocabulary, p_listed, p_tokens, b_tile_max, maximum, total,
-    scale, top_k, top_p, log2_min_p,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Threshold, last token that equals it, and weight of what the filters keep of a row.
+def filter_bounds(b_tile_max, total, vocabulary, top_k, top_p, log2_min_p):
+    """The least relative exponent and the least key of tokens that filters may keep or that bound others.
 
     A top-k of 0 and a top-p of 1 are off, and so is a log2 of min-p of -inf. ``total`` is the row's sum.
     """
     least_exponent = log2_min_p
     least_key = tl.full([], _NO_KEY, tl.int32)
-    whole = (top_k == 0) & (log2_min_p == -float("inf"))
-    if whole:
+    if top_k > 0:
+        least_key = _kth_tile(b_tile_max, top_k)
+    elif log2_min_p == -float("inf"):
         # Tokens that weigh less than (1 - p) / V of the sum cannot be needed. A quarter of it leaves room
         # for roundings.
         share = (1.0 - top_p) * (total.to(tl.float32) * 0.5**40)
         if top_p < 1.0 - 0.5**18:
             exponent = ((share / vocabulary).to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2)
             least_exponent = (exponent - 2).to(tl.float32)
-    elif top_k > 0:
-        least_key = _kth_tile(b_tile_max, top_k)
-    listed = _list_tokens(
-        p_row, p_bits, vocabulary, p_listed, p_tokens, maximum, scale, least_exponent, least_key,
-        CAPACITY, CHUNK,
-    )  # fmt: skip
-    tl.debug_barrier()  # threads read what others have listed
+    return least_exponent, least_key
+
+
+@triton.jit
+def list_tokens(
+    p_row, p_bits, vocabulary, p_listed, p_tokens, p_count, b_tile_max, maximum, scale,
+    least_exponent, least_key, i_part, parts,
+    TILE: tl.constexpr, TILES_PAD: tl.constexpr, BT: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Appends the tokens above both bounds, of every ``parts``-th tile that has any, to the row's list.
+
+    ``p_count`` counts them all, also those that the list has no room for.
+    """
+    o_tile = tl.arange(0, TILES_PAD)
+    b_tile_key = _eligible_keys(b_tile_max, maximum, scale, least_exponent)
+    m_tile = (b_tile_key > _NO_KEY) & (b_tile_key >= least_key)
+    b_number = tl.where(m_tile, tl.cumsum(m_tile.to(tl.int32), axis=0) - 1, -1)  # of tiles that have any
+    for number in range(i_part, tl.max(b_number, axis=0) + 1, BT * parts):
+        b_tile = tl.zeros([BT], tl.int32)
+        for i in tl.static_range(BT):
+            i_tile = tl.min(tl.where(b_number == number + i * parts, o_tile, TILES_PAD), axis=0)
+            b_tile = tl.where(tl.arange(0, BT) == i, i_tile, b_tile)
+        o_token = b_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [BT, TILE]
+        b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
+        b_key = _eligible_keys(b_logit, maximum, scale, least_exponent)
+        m_listed = (b_key > _NO_KEY) & (b_key >= least_key)
+        # Few tokens are listed: counting them one by one is faster than a sum before each.
+        o_entry = tl.atomic_add(p_count + o_token * 0, 1, mask=m_listed, sem="relaxed")
+        m_listed = m_listed & (o_entry < CAPACITY)
+        tl.store(p_listed + o_entry, b_logit, mask=m_listed)
+        tl.store(p_tokens + o_entry, o_token, mask=m_listed)
+
+
+@triton.jit
+def search_filters(
+    p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, total,
+    scale, top_k, top_p, log2_min_p, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Threshold, last token that equals it, and weight of what the filters keep of a row.
+
+    Looks at the first ``listed`` entries of the list, or at the whole row if ``listed`` is -1; the other
+    arguments are those of :func:`filter_bounds`.
+    """
+    b_logit = _load_source(p_row, p_bits, vocabulary, p_listed, listed, tl.arange(0, CHUNK))
+    b_key = _eligible_keys(b_logit, maximum, scale, log2_min_p)
+    b_weight = token_weights(b_logit, maximum, scale)
     count, mass, key = _tally(
-        p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p, _NO_KEY + 1, CHUNK
-    )
+        b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+        _NO_KEY + 1, CHUNK,
+    )  # fmt: skip
     needed_all = mass
-    last = tl.full([], 0, tl.int32) + vocabulary
+    tied = tl.full([], 0, tl.int32)  # kept tokens with the threshold's key, where not all of them are
     if (top_k > 0) & (count > top_k):
         key, count, mass, count_above, mass_above = _bisect(
-            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+            b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
             top_k, key, count, mass, False, CHUNK,
         )  # fmt: skip
         needed_all = mass
         if count > top_k:
-            ties = top_k - count_above
-            weight = token_weights(_logit(key), maximum, scale)
-            needed_all = mass_above + ties * weight
-            last = _last_tie(
-                p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p, key, ties,
-                CHUNK,
-            )  # fmt: skip
+            tied = top_k - count_above
+            needed_all = mass_above + tied * token_weights(_logit(key), maximum, scale)
     kept = needed_all
     if top_p < 1.0:
-        base = tl.where(whole, total, needed_all)
+        base = tl.where((top_k == 0) & (log2_min_p == -float("inf")), total, needed_all)
         needed = (base.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
         needed = tl.minimum(tl.maximum(needed, 1), needed_all)
         key, count, mass, count_above, mass_above = _bisect(
-            p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
+            b_key, b_weight, p_row, p_bits, vocabulary, p_listed, listed, maximum, scale, log2_min_p,
             needed, key, count, mass, True, CHUNK,
         )  # fmt: skip
         weight = token_weights(_logit(key), maximum, scale)
-        ties = ((needed - mass_above + weight - 1) // weight).to(tl.int32)
-        kept = mass_above + ties * weight
+        tied = ((needed - mass_above + weight - 1) // weight).to(tl.int32)
+        kept = mass_above + tied * weight
+        tied = tl.where(tied == count - count_above, 0, tied)
+    last = tl.full([], 0, tl.int32) + vocabulary
+    if tied > 0:
         last = _last_tie(
-            p_row,
-            p_bits,
-            vocabulary,
-            p_listed,
-            p_tokens,
-            listed,
-            maximum,
-            scale,
-            log2_min_p,
-            key,
-            ties,
-            CHUNK,
-        )
+            b_key, p_row, p_bits, vocabulary, p_listed, p_tokens, listed, maximum, scale, log2_min_p,
+            key, tied, CHUNK,
+        )  # fmt: skip
     return _logit(key), last, kept

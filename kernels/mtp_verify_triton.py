@@ -1,7 +1,8 @@
 """Verification of speculative drafts in three launches.
 
 The first one reads all logits once and sums up their tiles, split over the vocabulary. The second one gathers
-the rows, one program each, and looks for the thresholds of filters. The third one decides how many drafts a
+the rows; where a row has filters, several programs list its most probable tokens, and the one that ends last
+looks for the filters' thresholds in them. The third one decides how many drafts a
 request accepts and draws one more token; only where a draft's distribution or filters are involved does it
 read one row of the request again, split over the vocabulary, and the program that ends last draws.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.draft_sampling import DraftDistributions
 from page4.kernels.errors import InputError
-from page4.kernels.filter_search_triton import search_filters
+from page4.kernels.filter_search_triton import filter_bounds, list_tokens, search_filters
 from page4.kernels.mtp_verify import check_verify_inputs
 from page4.kernels.philox import Purpose
 from page4.kernels.sampling_params import SamplingParams
@@ -41,9 +42,12 @@ from page4.kernels.token_weights_triton import (
 )
 
 LISTED_TOKENS = 16384  # tokens of a row that a filter's search may list
-_SEARCH_CHUNK = 4096
-_ROW_WARPS = 16
+_SEARCH_CHUNK = 512
+_LIST_TILES = 2
+_ROW_PROGRAMS, _ALL_ROW_PROGRAMS = 32, 512  # that list a row's tokens, at most; of all rows, about
+_ROW_WARPS = 4
 _DECIDE_TILES, _DECIDE_WARPS = 4, 8
+MAX_REGISTERS = 128  # a thread; left alone, the assembler aims lower and spills a few
 _ACCEPT, _RECOVER, _BONUS = (tl.constexpr(int(p)) for p in (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS))
 
 
@@ -51,20 +55,28 @@ _ACCEPT, _RECOVER, _BONUS = (tl.constexpr(int(p)) for p in (Purpose.ACCEPT, Purp
 def gather_rows_kernel(
     p_logits, stride_request, stride_row, p_positions, p_scale, p_top_k, p_top_p, p_log2_min_p,
     p_allowed, stride_bits_request, stride_bits_row, p_tile_max, p_tile_sum, p_listed, p_tokens,
-    p_max, p_total, p_threshold, p_last, vocabulary, tiles,
-    ROWS: tl.constexpr, TILES_PAD: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    p_counts, p_row_arrivals, p_max, p_total, p_threshold, p_last, vocabulary, tiles,
+    ROWS: tl.constexpr, TILE: tl.constexpr, TILES_PAD: tl.constexpr, BT: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: maximum, total weight (0: no distribution) and the filters' threshold.
+    """Maximum, total weight (0: no distribution) and the filters' threshold of a row.
 
-    For a greedy request the total is the argmax instead, or -1.
+    For a greedy request the total is the argmax instead, or -1. A row without filters needs its first program
+    only; with filters all of them find the same maximum and bounds, and share the listing.
     """
     start_dependent(DEPENDENT)
-    i_row = tl.program_id(0).to(tl.int64)
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_request, i_member = i_row // ROWS, i_row % ROWS
     if tl.load(p_positions + i_request) < 0:
         return  # a padded request
     scale = tl.load(p_scale + i_request)
+    top_k = tl.load(p_top_k + i_request)
+    top_k = tl.where(top_k < vocabulary, top_k, 0)
+    top_p = tl.load(p_top_p + i_request)
+    log2_min_p = tl.load(p_log2_min_p + i_request)
+    filtered = (scale > 0.0) & ((top_k > 0) | (top_p < 1.0) | (log2_min_p > -float("inf")))
+    if (i_part > 0) & (filtered == 0):
+        return
     o_tile = tl.arange(0, TILES_PAD)
     m_tile = o_tile < tiles
     b_tile_max = tl.load(p_tile_max + i_row * tiles + o_tile, mask=m_tile, other=-float("inf"))
@@ -79,22 +91,36 @@ def gather_rows_kernel(
         total = tl.where(valid, tl.sum(tiles_in_row(b_own, b_tile_max, maximum, scale), axis=0), 0)
         threshold = tl.full([], -float("inf"), tl.float32)
         last = tl.full([], 0, tl.int32) + vocabulary
-        top_k = tl.load(p_top_k + i_request)
-        top_k = tl.where(top_k < vocabulary, top_k, 0)
-        top_p = tl.load(p_top_p + i_request)
-        log2_min_p = tl.load(p_log2_min_p + i_request)
-        if valid & ((top_k > 0) | (top_p < 1.0) | (log2_min_p > -float("inf"))):
+        finishes = i_part == 0
+        if valid & filtered:
+            p_row = p_logits + i_request * stride_request + i_member * stride_row
             p_bits = p_allowed
             if p_allowed is not None:
                 p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
-            threshold, last, total = search_filters(
-                p_logits + i_request * stride_request + i_member * stride_row, p_bits, vocabulary,
-                p_listed + i_row * CAPACITY, p_tokens + i_row * CAPACITY,
-                b_tile_max, maximum, total, scale, top_k, top_p, log2_min_p, CAPACITY, CHUNK,
+            p_row_listed, p_row_tokens = p_listed + i_row * CAPACITY, p_tokens + i_row * CAPACITY
+            least_exponent, least_key = filter_bounds(b_tile_max, total, vocabulary, top_k, top_p, log2_min_p)
+            list_tokens(
+                p_row, p_bits, vocabulary, p_row_listed, p_row_tokens, p_counts + i_row, b_tile_max, maximum,
+                scale, least_exponent, least_key, i_part, tl.num_programs(1), TILE, TILES_PAD, BT, CAPACITY,
             )  # fmt: skip
-        tl.store(p_total + i_row, total)
-        tl.store(p_threshold + i_row, threshold)
-        tl.store(p_last + i_row, last)
+            # All entries of this program come before its arrival; the last one's loads come after all.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(p_row_arrivals + i_row, 1, sem="acq_rel")
+            finishes = arrived == tl.num_programs(1) - 1
+            if finishes:
+                count = tl.load(p_counts + i_row, cache_modifier=".cg")
+                tl.debug_barrier()  # nobody's load comes after the store
+                tl.store(p_counts + i_row, 0)  # ready for the next launch
+                tl.store(p_row_arrivals + i_row, 0)
+                threshold, last, total = search_filters(
+                    p_row, p_bits, vocabulary, p_row_listed, p_row_tokens,
+                    tl.where(count > CAPACITY, -1, count), maximum, total, scale, top_k, top_p, log2_min_p,
+                    CHUNK,
+                )  # fmt: skip
+        if finishes:
+            tl.store(p_total + i_row, total)
+            tl.store(p_threshold + i_row, threshold)
+            tl.store(p_last + i_row, last)
 
 
 @triton.jit
@@ -281,6 +307,8 @@ class VerifyWorkspace:
         tile_max, tile_sum: FP32 and int64 ``[N, T]``, of the tiles of N = R * (K + 1) rows.
         row_max, row_total, threshold, last: FP32, int64, FP32 and int32 ``[N]``, of the rows.
         listed, tokens: FP32 and int32 ``[N, C]``, logits and tokens that a filter's search looks at.
+        listed_counts, row_arrivals: int32 ``[N]``, entries of these lists and programs that have written
+            theirs; all 0 between launches.
         request_tiles: int64 ``[R, T]``, of the row that a request's last token is drawn from.
         arrivals: int32 ``[R]``, finished programs of that row; all 0 between launches.
     """
@@ -293,6 +321,8 @@ class VerifyWorkspace:
     last: Tensor
     listed: Tensor
     tokens: Tensor
+    listed_counts: Tensor
+    row_arrivals: Tensor
     request_tiles: Tensor
     arrivals: Tensor
 
@@ -320,6 +350,8 @@ class VerifyWorkspace:
             last=empty(torch.int32, rows),
             listed=empty(torch.float32, rows, min(max_listed, vocabulary)),
             tokens=empty(torch.int32, rows, min(max_listed, vocabulary)),
+            listed_counts=torch.zeros(rows, dtype=torch.int32, device=device),
+            row_arrivals=torch.zeros(rows, dtype=torch.int32, device=device),
             request_tiles=empty(torch.int64, requests, tiles),
             arrivals=torch.zeros(requests, dtype=torch.int32, device=device),
         )
@@ -386,13 +418,15 @@ def verify_triton(
     bit_strides = (0, 0) if allowed is None else (allowed.stride(0), allowed.stride(1))
     dependent = launches_dependents(logits.device)
     launch_tile_sums(logits, positions, params.scale, allowed, None, w.tile_max, w.tile_sum)
-    gather_rows_kernel[(requests * rows,)](
+    parts = min(_ROW_PROGRAMS, triton.cdiv(_ALL_ROW_PROGRAMS, requests * rows), tiles)
+    gather_rows_kernel[(requests * rows, parts)](
         logits, logits.stride(0), logits.stride(1), positions,
         params.scale, params.top_k, params.top_p, params.log2_min_p, allowed, *bit_strides,
-        w.tile_max, w.tile_sum, w.listed, w.tokens, w.row_max, w.row_total, w.threshold, w.last,
-        vocabulary, tiles, ROWS=rows, TILES_PAD=next_tiles(vocabulary), CAPACITY=w.listed.shape[1],
+        w.tile_max, w.tile_sum, w.listed, w.tokens, w.listed_counts, w.row_arrivals,
+        w.row_max, w.row_total, w.threshold, w.last, vocabulary, tiles,
+        ROWS=rows, TILE=TILE, TILES_PAD=next_tiles(vocabulary), BT=_LIST_TILES, CAPACITY=w.listed.shape[1],
         CHUNK=min(_SEARCH_CHUNK, triton.next_power_of_2(vocabulary)), DEPENDENT=dependent,
-        num_warps=_ROW_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
+        num_warps=_ROW_WARPS, maxnreg=MAX_REGISTERS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     decide_kernel[(requests, triton.cdiv(tiles, _DECIDE_TILES))](
         logits, logits.stride(0), logits.stride(1), drafts, drafts.stride(0), positions,
@@ -403,6 +437,6 @@ def verify_triton(
         accepted, emitted, emitted.stride(0), vocabulary, tiles,
         ROWS=rows, ROWS_PAD=triton.next_power_of_2(rows), TILE=TILE, TILES_PAD=next_tiles(vocabulary),
         BT=_DECIDE_TILES, DEPENDENT=dependent,
-        num_warps=_DECIDE_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
+        num_warps=_DECIDE_WARPS, maxnreg=MAX_REGISTERS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
     return accepted, emitted

@@ -18,7 +18,7 @@ from page4.kernels.errors import InputError
 from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
 
 _WARPS = 4  # a tile in each: no reduction leaves a warp
-_PROGRAMS = 2048  # or more: what an H200 holds at once, about twice, so that rows that cost more spread evenly
+_PROGRAMS = 2048  # about twice what an H200 holds at once, so that rows that cost more spread evenly
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 
 

@@ -129,8 +129,4 @@ KNOWN = (
     Known("spills", _HOPPER, 90, _THREE_PROGRAMS, {"D": (256,), "BM": (32,), "SPLITS": (1,)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "ROWS": (6, 7, 8)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "DECODE": (None,)}),
-    Known(
-        "spills", "gather_rows_kernel", 90, "allowed tokens beside a chunk of logits; 32 bytes a thread",
-        {"p_allowed": (GIVEN,)},
-    ),
 )  # fmt: skip

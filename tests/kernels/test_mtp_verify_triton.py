@@ -15,6 +15,7 @@ from page4.kernels.draft_sampling import DraftDistributions, sample_drafts_refer
 from page4.kernels.errors import InputError
 from page4.kernels.mtp_verify import verify_reference
 from page4.kernels.mtp_verify_triton import (
+    MAX_REGISTERS,
     VerifyWorkspace,
     decide_kernel,
     gather_rows_kernel,
@@ -130,6 +131,7 @@ def test_tokens_equal_the_reference(vocabulary: int, seed: int, max_listed: int)
         assert torch.equal(found[1].cpu()[live], emitted[live])
         assert (found[0].cpu()[~live] == 77).all() and (found[1].cpu()[~live] == 77).all()
         assert not workspace.arrivals.any()
+        assert not workspace.row_arrivals.any() and not workspace.listed_counts.any()
 
 
 def test_a_program_takes_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +201,18 @@ def test_wrong_inputs_are_refused() -> None:
 
 POINTERS = {
     "p_positions": "*i64", "p_allowed": "*i32", "p_tile_sum": "*i64", "p_top_k": "*i32", "p_seed": "*i64",
-    "p_tokens": "*i32", "p_total": "*i64", "p_last": "*i32", "p_drafts": "*i64", "p_draft_total": "*i64",
+    "p_tokens": "*i32", "p_counts": "*i32", "p_row_arrivals": "*i32", "p_total": "*i64", "p_last": "*i32",
+    "p_drafts": "*i64", "p_draft_total": "*i64",
     "p_request_tiles": "*i64", "p_arrivals": "*i32", "p_accepted": "*i64", "p_emitted": "*i64",
 }  # fmt: skip
 OPTIONAL = ("p_allowed", "p_store", "p_draft_logits", "p_draft_scale", "p_draft_max", "p_draft_total")
 KERNELS = {
     "tile sums": (tile_sums_kernel, {"ROWS": 4, "TILE": 1024, "LANES": 256, "WARPS": 4}, 4),
-    "gather": (gather_rows_kernel, {"ROWS": 4, "TILES_PAD": 256, "CAPACITY": 16384, "CHUNK": 4096}, 16),
+    "gather": (
+        gather_rows_kernel,
+        {"ROWS": 4, "TILE": 1024, "TILES_PAD": 256, "BT": 2, "CAPACITY": 16384, "CHUNK": 512},
+        4,
+    ),
     "decide": (decide_kernel, {"ROWS": 4, "ROWS_PAD": 4, "TILE": 1024, "TILES_PAD": 256, "BT": 4}, 8),
 }
 
@@ -227,7 +234,10 @@ def test_kernels_compile_without_spills(name: str, optional: bool, dtype: str, c
             signature[argument] = POINTERS.get(argument, "*fp32")
         elif argument not in sizes:
             signature[argument] = "i32:16" if argument.endswith(("vocabulary", "request", "row")) else "i32"
-    compiled = compile_for(kernel, signature, sizes, capability, num_warps=warps, enable_fp_fusion=False)
+    options = {} if name == "tile sums" else {"maxnreg": MAX_REGISTERS}
+    compiled = compile_for(
+        kernel, signature, sizes, capability, num_warps=warps, enable_fp_fusion=False, **options
+    )
     assert compiled.stack_bytes == 0
     assert "fma" not in compiled.ptx  # its results would not be the reference's
     if name == "tile sums":
