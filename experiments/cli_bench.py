@@ -15,7 +15,7 @@ Kernel = Annotated[
     typer.Argument(
         metavar="KERNEL",
         help="qsa_prepare, index_scores, block_select, page4_attention, planned_attention, prefill, "
-        "gated_delta, mtp_verify, mtp_verify_filtered, or all of these kernels; "
+        "gated_delta, mtp_verify, mtp_verify_sampled, mtp_verify_filtered, or all of these kernels; "
         "step: whole decode steps of a model.",
     ),
 ]

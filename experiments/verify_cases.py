@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from page4.kernels.sampling_params import SamplingParams
 
 VOCABULARY = 248320  # of the public model
 _SPREAD = 3.0  # standard deviation of the logits
+
+Choice = Literal["greedy", "sampled", "filtered"]
+"""How requests choose: greedily, by sampling after greedy drafts, or with filters, their drafts too."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +38,21 @@ class VerifyInputs:
 def verify_inputs(
     shape: StepShape,
     device: torch.device | str = "cpu",
-    filtered: bool = False,
+    choice: Choice = "sampled",
     workspace: VerifyWorkspace | None = None,
 ) -> VerifyInputs:
     """A call for a step's requests and rows, one of them no draft; without values.
 
-    Sampling and greedy requests in turn, greedy drafts; with ``filtered`` all sample, their drafts too, from
-    a few tokens.
+    ``filtered`` keeps a few tokens, of the drafts' distributions too.
     """
     requests, drafts = shape.requests, shape.rows - 1
     logits = torch.empty(requests, shape.rows, VOCABULARY, dtype=torch.float16, device=device)
-    sampled = filtered and drafts > 0
+    sampled = choice == "filtered" and drafts > 0
     return VerifyInputs(
         logits=logits,
         drafts=torch.empty(requests, drafts, dtype=torch.int64, device=device),
         positions=torch.empty(requests, dtype=torch.int64, device=device),
-        params=_params(requests, filtered, device),
+        params=_params(requests, choice, device),
         workspace=workspace or VerifyWorkspace.allocate(requests, drafts, VOCABULARY, device),
         distributions=DraftDistributions.empty(logits[:, 0], drafts) if sampled else None,
         accepted=torch.empty(requests, dtype=torch.int64, device=device),
@@ -62,7 +65,7 @@ def verify_copies(
     device: torch.device | str,
     seed: int = 0,
     copies: int = 1,
-    filtered: bool = False,
+    choice: Choice = "sampled",
 ) -> list[VerifyInputs]:
     """Cases with normal logits and one workspace; drafts are accepted and rejected about as often.
 
@@ -71,7 +74,7 @@ def verify_copies(
     """
     generator = torch.Generator(device).manual_seed(seed)
     workspace = VerifyWorkspace.allocate(shape.requests, shape.rows - 1, VOCABULARY, device)
-    made = [verify_inputs(shape, device, filtered, workspace) for _ in range(copies)]
+    made = [verify_inputs(shape, device, choice, workspace) for _ in range(copies)]
     for inputs in made:
         inputs.logits.normal_(std=_SPREAD, generator=generator)
         size = inputs.logits.shape[:2]
@@ -92,23 +95,22 @@ def verify_copies(
     return made
 
 
-def verify_bytes(shape: StepShape, filtered: bool = False) -> int:
+def verify_bytes(shape: StepShape, choice: Choice = "sampled") -> int:
     """Bytes that no call can avoid: every logit is read once, with filters one row of a draft's a request."""
-    drafted = shape.requests if filtered and shape.rows > 1 else 0
+    drafted = shape.requests if choice == "filtered" and shape.rows > 1 else 0
     return 2 * VOCABULARY * (shape.total_rows + drafted)
 
 
-def verify_memory(shape: StepShape, filtered: bool = False) -> int:
+def verify_memory(shape: StepShape, choice: Choice = "sampled") -> int:
     """Bytes of a call's logits, the drafts' included."""
-    drafted = shape.requests * (shape.rows - 1) if filtered else 0
+    drafted = shape.requests * (shape.rows - 1) if choice == "filtered" else 0
     return 2 * VOCABULARY * (shape.total_rows + drafted)
 
 
-def _params(requests: int, filtered: bool, device: torch.device | str) -> SamplingParams:
+def _params(requests: int, choice: Choice, device: torch.device | str) -> SamplingParams:
     seeds = range(requests)
-    if not filtered:
-        # The first one samples: alone it stands for the costlier half.
-        return SamplingParams.of([float(i % 2 == 0) for i in seeds], seed=seeds, device=device)
+    if choice != "filtered":
+        return SamplingParams.of([float(choice == "sampled")] * requests, seed=seeds, device=device)
     every = [0.8] * requests
     return SamplingParams.of(
         every, draft_temperature=every, top_k=[50] * requests, top_p=[0.95] * requests, seed=seeds,

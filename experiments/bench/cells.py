@@ -25,6 +25,7 @@ _DEPENDS = {
     "block_select": ("requests", "rows", "context", "overlap"),
     "gated_delta": ("requests", "rows"),
     "mtp_verify": ("requests", "rows"),
+    "mtp_verify_sampled": ("requests", "rows"),
     "mtp_verify_filtered": ("requests", "rows"),
 }
 SHAPE_COLUMNS = {
@@ -113,7 +114,7 @@ def _goal_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
             yield Cell(kernel, prompt(config, 8192, PREFILL_HEADS, kv_format))
     elif kernel == "index_scores":
         yield Cell(kernel, _shape(config, **common | large | {"requests": 64, "rows": 4, "context": 262144}))
-    elif kernel in ("gated_delta", "mtp_verify", "mtp_verify_filtered"):
+    elif kernel in ("gated_delta", "mtp_verify", "mtp_verify_sampled", "mtp_verify_filtered"):
         for requests in (1, 64):
             yield Cell(kernel, _shape(config, **common | large | {"requests": requests, "rows": 4}))
     elif kernel == "block_select":

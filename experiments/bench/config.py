@@ -23,6 +23,7 @@ Kernel = Literal[
     "prefill",
     "gated_delta",
     "mtp_verify",
+    "mtp_verify_sampled",
     "mtp_verify_filtered",
 ]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -43,8 +44,8 @@ class BenchConfig:
             ``page4_attention`` (attention and merge), ``planned_attention`` (plan, attention and merge),
             ``prefill`` (attention and merge of whole prompts, rows in groups of 8), ``gated_delta`` (a linear
             layer of the public model between its projections), ``mtp_verify`` (verification of greedy drafts
-            over the public model's vocabulary, every other request sampling) and ``mtp_verify_filtered``
-            (top-k, top-p and sampled drafts).
+            over the public model's vocabulary, by greedy requests), ``mtp_verify_sampled`` (by sampling ones)
+            and ``mtp_verify_filtered`` (top-k, top-p and sampled drafts).
         implementations: of attention: ``gluon``, ``triton``, ``pytorch`` (gather and SDPA) and ``vllm`` (its
             sparse decode kernel, where that package is installed). Other kernels have ``triton`` alone.
         device: ``auto`` and ``cuda`` are the same: only a GPU is timed.

@@ -75,6 +75,7 @@ GOALS = (
     Goal("index_scores", {"requests": 64, "context": 262144}, "bandwidth", 0.7),
     Goal("gated_delta", {"requests": 64, "rows": 4}, "bandwidth", 0.7),
     Goal("mtp_verify", {"requests": 64, "rows": 4}, "bandwidth", 0.7),
+    Goal("mtp_verify_sampled", {"requests": 64, "rows": 4}, "bandwidth", 0.7),
     Goal("block_select", {"requests": 1, "rows": 4, "context": 32768, "overlap": 0.9}, "time", 10.0),
     Goal("block_select", {"requests": 1, "rows": 4, "context": 262144, "overlap": 0.9}, "time", 25.0),
     *_prefill_goals(),

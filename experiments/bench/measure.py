@@ -29,6 +29,7 @@ CASES: dict[Kernel, Callable[[Cell, BenchConfig, Machine], Case]] = {
     "prefill": attention_case,
     "gated_delta": gated_delta_case,
     "mtp_verify": verify_case,
+    "mtp_verify_sampled": verify_case,
     "mtp_verify_filtered": verify_case,
 }
 

@@ -8,27 +8,32 @@ from typing import Any
 
 from page4.experiments.bench.case import Case, Contender
 from page4.experiments.bench.cells import Cell
-from page4.experiments.bench.config import BenchConfig
+from page4.experiments.bench.config import BenchConfig, Kernel
 from page4.experiments.bench.copies import choose_copies
 from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.reference import Check
-from page4.experiments.verify_cases import VerifyInputs, verify_bytes, verify_copies, verify_memory
+from page4.experiments.verify_cases import Choice, VerifyInputs, verify_bytes, verify_copies, verify_memory
 from page4.kernels.draft_sampling import DraftDistributions
 from page4.kernels.mtp_verify import verify_reference
 from page4.kernels.mtp_verify_triton import verify_triton
 from page4.kernels.sampling_params import SamplingParams
 
+CHOICES: dict[Kernel, Choice] = {
+    "mtp_verify": "greedy",
+    "mtp_verify_sampled": "sampled",
+    "mtp_verify_filtered": "filtered",
+}
 _AT_ONCE = 8  # requests: the reference takes some times the memory of their logits
 
 
 def verify_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     """Three launches; floor: one read of the logits, and with filters one row of the drafts' a request."""
-    filtered = cell.kernel == "mtp_verify_filtered"
-    floor = verify_bytes(cell.shape, filtered)
+    choice = CHOICES[cell.kernel]
+    floor = verify_bytes(cell.shape, choice)
     # Making the inputs takes some FP32 rows more.
-    memory = 3 * verify_memory(cell.shape, filtered)
+    memory = 3 * verify_memory(cell.shape, choice)
     count, cold = choose_copies(machine, floor, memory, config.max_copies)
-    copies = verify_copies(cell.shape, machine.device, config.seed, count, filtered)
+    copies = verify_copies(cell.shape, machine.device, config.seed, count, choice)
     launches: list[Callable[[], object]] = [
         functools.partial(verify_triton, **vars(inputs)) for inputs in copies
     ]

@@ -18,6 +18,7 @@ from triton.errors import TritonError
 
 from page4.experiments.bench.cells import Cell
 from page4.experiments.bench.config import BenchConfig
+from page4.experiments.bench.verify_case import CHOICES
 from page4.experiments.gated_delta_cases import delta_inputs
 from page4.experiments.kernel_cases import (
     DRAFT_TOKENS,
@@ -27,7 +28,7 @@ from page4.experiments.kernel_cases import (
     static_scale,
 )
 from page4.experiments.progress import Reporter
-from page4.experiments.verify_cases import verify_inputs
+from page4.experiments.verify_cases import Choice, verify_inputs
 from page4.kernels.block_plan import BLOCK_TOKENS, RowGroups, plan_capacity
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
 from page4.kernels.codecs import STORAGE_DTYPES
@@ -64,10 +65,9 @@ def compile_tasks(cells: Iterable[Cell], config: BenchConfig, device: torch.devi
             tasks.setdefault(key, functools.partial(_scores, shape, device))
         elif cell.kernel == "gated_delta":
             tasks.setdefault((cell.kernel, shape.rows), functools.partial(_gated_delta, shape, device))
-        elif cell.kernel in ("mtp_verify", "mtp_verify_filtered"):
-            filtered = cell.kernel == "mtp_verify_filtered"
+        elif cell.kernel in CHOICES:
             key = (cell.kernel, shape.rows, min(shape.requests, 2))  # strides of one request are special
-            tasks.setdefault(key, functools.partial(_verify, shape, device, filtered))
+            tasks.setdefault(key, functools.partial(_verify, shape, device, CHOICES[cell.kernel]))
         elif cell.kernel == "block_select":
             key = (cell.kernel, shape.rows, shape.max_blocks)
             tasks.setdefault(key, functools.partial(_select, shape, device))
@@ -165,8 +165,8 @@ def _gated_delta(shape: StepShape, device: torch.device) -> None:
     gated_delta_triton(**vars(inputs))
 
 
-def _verify(shape: StepShape, device: torch.device, filtered: bool) -> None:
-    inputs = verify_inputs(dataclasses.replace(shape, requests=min(shape.requests, 2)), device, filtered)
+def _verify(shape: StepShape, device: torch.device, choice: Choice) -> None:
+    inputs = verify_inputs(dataclasses.replace(shape, requests=min(shape.requests, 2)), device, choice)
     inputs.positions.fill_(-1)
     verify_triton(**vars(inputs))
 

@@ -41,7 +41,7 @@ _BENCHES: dict[StepKernel, Kernel] = {
     "prepare": "qsa_prepare",
     "scores": "index_scores",
     "select": "block_select",
-    "verify": "mtp_verify",
+    "verify": "mtp_verify_sampled",
     "gdn": "gated_delta",
 }
 

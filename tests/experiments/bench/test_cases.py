@@ -144,6 +144,7 @@ WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
     ("index_scores", selection_case, "index_scores_triton", nudged_scores),
     ("block_select", selection_case, "select_plan_triton", shifted_plan),
     ("mtp_verify", verify_case, "verify_triton", lost_draft),
+    ("mtp_verify_sampled", verify_case, "verify_triton", lost_draft),
     ("mtp_verify_filtered", verify_case, "verify_triton", lost_draft),
     *(
         (
@@ -175,7 +176,7 @@ def test_a_wrong_kernel_gets_no_time(
     assert row["error"] > 1
 
 
-@pytest.mark.parametrize("kernel", ["mtp_verify", "mtp_verify_filtered"])
+@pytest.mark.parametrize("kernel", ["mtp_verify", "mtp_verify_sampled", "mtp_verify_filtered"])
 def test_every_request_is_verified(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_case, "_AT_ONCE", 2)
     cell, config = cell_of(kernel, requests=(3,), rows=(2,))
