@@ -112,7 +112,7 @@ def try_predicted(
     """
     default, configs = possible_configs(cell, config)
     if only is not None:
-        configs = [default, *_possible(cell, [only])]
+        configs = list(dict.fromkeys([default, *_possible(cell, [only])]))
     trials: list[PredictedTrial] = []
     by_code = dict(known)
     # Tiles are compared where about every multiprocessor has a program, wherever the default is.

@@ -189,9 +189,13 @@ def test_real_trials_are_predicted_once() -> None:
     compiler = Compiler(side_install())
     try:
         default, trials = try_predicted(cell, {}, None, compiler, config, set())
-        again = try_predicted(cell, {t.code: t for t in trials}, None, _NoCompiler(), config, set())
+        known = {t.code: t for t in trials}
+        again = try_predicted(cell, known, None, _NoCompiler(), config, set())
+        # A format may follow one for which the rule is best.
+        alone = try_predicted(cell, known, default, _NoCompiler(), config, set())
     finally:
         compiler.close()
+    assert alone == (default, trials[:1])
     assert trials[0].config == default
     assert trials[0].us is not None and trials[0].us > 0
     assert trials[0].registers is not None and trials[0].registers > 16
