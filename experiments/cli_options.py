@@ -29,3 +29,17 @@ Out = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A small run, to see that everything works.")]
 Json = Annotated[bool, typer.Option("--json", help="End standard output with one JSON object on one line.")]
+Scales = Annotated[
+    str | None,
+    typer.Option(
+        "--scales",
+        metavar="shipped|DIR",
+        help="Static KV scales from an overlay; calibrated here by default.",
+    ),
+]
+AllowUnit = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unit-target-scales", help="Where the overlay has no target scales, decode with 1.0 for all."
+    ),
+]

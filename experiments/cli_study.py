@@ -33,7 +33,7 @@ def run_study(
         summary = run(config, out, progress)
     table = out / "table.md"
     if table.exists():
-        _print_markdown(table.read_text(encoding="utf-8"))
+        print_markdown(table.read_text(encoding="utf-8"))
     for figure in sorted(out.glob("*.png")):
         print(f"figure: {figure}")
     if as_json:
@@ -41,7 +41,8 @@ def run_study(
     return summary
 
 
-def _print_markdown(text: str) -> None:
+def print_markdown(text: str) -> None:
+    """Print Markdown, laid out where standard output is a terminal."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markdown import Markdown

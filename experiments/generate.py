@@ -10,19 +10,20 @@ from typing import Any, Literal
 import numpy as np
 
 from page4.experiments.device import resolve_device
-from page4.experiments.info import CHECKPOINT
+from page4.experiments.info import CHECKPOINT, OVERLAY
 from page4.experiments.tokenizer import TextStream, load_tokenizer
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, get_format
 from page4.model import Qwen4ExpForCausalLM
+from page4.model.kv_scales import load_overlay
 from page4.spec_decode import (
     DecoderConfig,
     SamplingOptions,
     Served,
     Server,
     SpeculativeDecoder,
-    calibrate_scales,
     mean_acceptance,
+    observe_texts,
     tokens_per_step,
 )
 
@@ -36,7 +37,10 @@ class GenerateConfig:
         device: auto takes a GPU when there is one.
         backend: `reference` or `triton`; by default what the device has.
         kv_format, draft_kv_format: of the target's and the draft's cache; the draft's is the target's by
-            default. Static scales are calibrated from the prompt.
+            default.
+        scales: Static scales: calibrated from the "prompt", the "shipped" checkpoint's overlay, or the folder
+            of another.
+        allow_unit_target_scales: With an overlay that has no target scales, take 1.0 for all of them.
         num_draft_tokens: K; 0 decodes without speculation.
         max_new_tokens: Tokens to emit at most.
         ignore_eos: Go on after the end-of-text token.
@@ -49,6 +53,8 @@ class GenerateConfig:
     backend: Literal["reference", "triton"] | None = None
     kv_format: str = "fp16"
     draft_kv_format: str | None = None
+    scales: Literal["prompt", "shipped"] | Path = "prompt"
+    allow_unit_target_scales: bool = False
     num_draft_tokens: int = 3
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -105,6 +111,7 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
     if not tokens:
         raise InputError("the prompt is empty")
     device = resolve_device(config.device)
+    overlaid = None if config.scales == "prompt" else _overlaid(config, folder)
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=device, backend=config.backend)
     limit = model.config.max_position_embeddings
     if len(tokens) + config.max_new_tokens > limit:
@@ -112,7 +119,8 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
             f"the prompt has {len(tokens)} tokens and {config.max_new_tokens} more are asked for, "
             f"the model's positions end at {limit}"
         )
-    decoder = SpeculativeDecoder(model, config.decoder(len(tokens), _scales(config, model, tokens)))
+    scales = overlaid or _calibrated(config, model, tokens)
+    decoder = SpeculativeDecoder(model, config.decoder(len(tokens), scales))
     stream = TextStream(tokenizer)
     pieces: list[str] = []
 
@@ -135,16 +143,22 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
     return _report(config, model, request, server, "".join(pieces))
 
 
-def _scales(config: GenerateConfig, model: Qwen4ExpForCausalLM, tokens: list[int]) -> KVScales | None:
+def _overlaid(config: GenerateConfig, checkpoint: Path) -> KVScales:
+    """Static scales from an overlay."""
+    folder = OVERLAY if config.scales == "shipped" else Path(config.scales)
+    formats = config.kv_format, config.draft_kv_format
+    return load_overlay(folder, checkpoint, *formats, config.allow_unit_target_scales)
+
+
+def _calibrated(config: GenerateConfig, model: Qwen4ExpForCausalLM, tokens: list[int]) -> KVScales | None:
     """Static scales from the prompt, for the formats that need them."""
-    found = {
-        name: calibrate_scales(model, [tokens], name, config.prefill_chunk)
-        for name in {config.kv_format, config.draft_kv_format or config.kv_format}
-        if get_format(name).needs_scale
-    }
-    if not found:
+    names = config.kv_format, config.draft_kv_format or config.kv_format
+    static = {name for name in names if get_format(name).needs_scale}
+    if not static:
         return None
-    target, draft = found.get(config.kv_format), found.get(config.draft_kv_format or config.kv_format)
+    observation = observe_texts(model, [tokens], config.prefill_chunk)
+    found = {name: observation.scales(name) for name in static}
+    target, draft = (found.get(name) for name in names)
     return KVScales(target.target if target else (), draft.draft if draft else None)
 
 

@@ -13,6 +13,8 @@ from page4.kernels.errors import InputError
 from page4.kvcache import FORMAT_NAMES, get_format
 
 CHECKPOINT = Path(page4.model.__file__).parent / "checkpoint"
+OVERLAY = CHECKPOINT.with_name("checkpoint-kvscales")
+"""The shipped checkpoint, and the overlay of its KV scales."""
 
 # torch and triton releases that were tested together, by the name of their constraints file.
 STACKS = {("2.13", "3.7"): "default", ("2.10", "3.6"): "v100"}

@@ -51,12 +51,25 @@ class Anchor:
 def load_texts(folder: Path, encode: Encode, names: Sequence[str] = ()) -> list[Text]:
     """Read and tokenise the texts of a folder, ordered by name.
 
+    Args:
+        folder: See `read_texts`.
+        encode: The tokenizer's text -> token ids.
+        names: Only these texts; all when empty.
+
+    Raises:
+        InputError: See `read_texts`.
+    """
+    return [Text(name, kind, encode(text)) for name, kind, text in read_texts(folder, names)]
+
+
+def read_texts(folder: Path, names: Sequence[str] = ()) -> list[tuple[str, str, str]]:
+    """Read the texts of a folder: (name, kind, text), ordered by name.
+
     The folder holds UTF-8 `.txt` files; `prompts.json`, where there is one, lists them with name, kind and
     SHA-256.
 
     Args:
         folder: Where the files are.
-        encode: The tokenizer's text -> token ids.
         names: Only these texts; all when empty.
 
     Raises:
@@ -74,7 +87,7 @@ def load_texts(folder: Path, encode: Encode, names: Sequence[str] = ()) -> list[
     texts = []
     for name in sorted(names or files):
         file, kind, digest = files[name]
-        texts.append(Text(name, kind, encode(_read(file, digest))))
+        texts.append((name, kind, _read(file, digest)))
     return texts
 
 

@@ -127,15 +127,14 @@ class QSALayerCache:
         """Block tables of requests ``[B]``, as wide as ``length`` tokens need."""
         return self._tables.of(requests, length)
 
-    def largest(self, request: int, length: int) -> tuple[float, float]:
-        """Largest |K| and |V| among the request's first ``length`` tokens, in stored units."""
+    def stored(self, request: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of the request's first ``length`` tokens as stored, ``[length, Hkv, D]`` each."""
         device = self.k_pages.device
         slots = self.pages(torch.tensor([request], device=device), length).slots(
             torch.arange(length, device=device)[None]
         )[0]
         page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-        k, v = (float(pages[page, :, offset].abs().max()) for pages in (self.k_pages, self.v_pages))
-        return k, v
+        return self.k_pages[page, :, offset], self.v_pages[page, :, offset]
 
 
 @dataclass(frozen=True)

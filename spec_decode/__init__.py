@@ -1,6 +1,6 @@
 """Speculative decoding: requests, decode steps, serving, generation, the acceptance round, calibration."""
 
-from .calibration import calibrate_scales
+from .calibration import KVObservation, KVObserver, calibrate_scales, observe_texts
 from .engine import DecoderConfig, SpeculativeDecoder
 from .generation import Generation, generate
 from .metrics import acceptance_by_position, mean_acceptance, repeated_ngrams, tokens_per_step
@@ -13,6 +13,8 @@ __all__ = [
     "GREEDY",
     "DecoderConfig",
     "Generation",
+    "KVObservation",
+    "KVObserver",
     "Phase",
     "Request",
     "RoundResult",
@@ -26,6 +28,7 @@ __all__ = [
     "generate",
     "mean_acceptance",
     "measure_rounds",
+    "observe_texts",
     "repeated_ngrams",
     "tokens_per_step",
 ]

@@ -1,14 +1,137 @@
-"""Static KV scales measured by an FP16 run."""
+"""Static KV scales measured by a run with an FP16 cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from page4.kvcache import KVScales, ScalePair, get_format, scale_for_maximum
+import torch
+from torch import Tensor
+
+from page4.kernels.errors import InputError
+from page4.kvcache import KVScales, ScalePair, get_format
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.magnitudes import Magnitudes
+from page4.kvcache.scale_rules import ScaleRule, choose_scale
 from page4.model import Qwen4ExpForCausalLM
 
 from .engine import DecoderConfig, SpeculativeDecoder
+
+DRAFT = "draft"
+"""What an observation calls the MTP layer; QSA layers go by their index."""
+
+
+@dataclass(frozen=True)
+class KVObservation:
+    """Magnitudes of K (after norm and RoPE, as cached) and of V, of every layer that has them.
+
+    Attributes:
+        layers: ``(K, V)`` by layer: QSA layers by index in their order, then the MTP layer as ``draft``.
+    """
+
+    layers: Mapping[str, tuple[Magnitudes, Magnitudes]]
+
+    def __add__(self, other: KVObservation) -> KVObservation:
+        """What both saw together.
+
+        Raises:
+            InputError: they observed different layers or numbers of heads.
+        """
+        if _shapes(self) != _shapes(other):
+            raise InputError("observations of different layers or heads cannot be added")
+        pairs = ((name, pair, other.layers[name]) for name, pair in self.layers.items())
+        return KVObservation({name: (a[0] + b[0], a[1] + b[1]) for name, a, b in pairs})
+
+    def scales(self, kv_format: str, rule: ScaleRule = "max", percent: float = 99.99) -> KVScales:
+        """Scales of a format by a rule, see :func:`choose_scale`.
+
+        Raises:
+            InputError: an unknown format or one without static scales, or a layer saw nothing but zeros.
+        """
+        wanted = get_format(kv_format)
+        if not wanted.needs_scale:
+            raise InputError(f"KV format {kv_format} has no static scales to calibrate")
+        pairs = {
+            name: ScalePair(*(choose_scale(part, wanted, rule, percent) for part in pair))
+            for name, pair in self.layers.items()
+        }
+        draft = pairs.pop(DRAFT, None)
+        return KVScales(tuple(pairs.values()), draft)
+
+
+class KVObserver:
+    """Runs texts through a model with an FP16 cache and counts what is stored of them.
+
+    Only rows of the texts are read, by their position: neither padding, nor pages of earlier requests, nor
+    anything that was run to warm up is among them.
+
+    Args:
+        longest: tokens of the longest text.
+    Raises:
+        InputError: ``longest`` exceeds the model's positions.
+    """
+
+    def __init__(self, model: Qwen4ExpForCausalLM, longest: int, prefill_chunk: int = 2048) -> None:
+        config = DecoderConfig(
+            kv_format="fp16",
+            num_draft_tokens=1 if model.mtp is not None else 0,
+            prefill_chunk=prefill_chunk,
+            max_length=longest,
+        )
+        self._decoder = SpeculativeDecoder(model, config)
+        self._layers = model.config.qsa_layers
+
+    @torch.inference_mode()
+    def observe(self, text: Sequence[int]) -> KVObservation:
+        """Magnitudes of one text's K and V.
+
+        The MTP layer's rows see the target's streams and the true next token, so there is none for the text's
+        last token.
+
+        Raises:
+            InputError: the text cannot be a prompt of this model, or a value is not finite in FP16.
+        """
+        decoder = self._decoder
+        request = decoder.open(text)
+        try:
+            while request.computed < request.prompt_length:
+                stop = min(request.computed + decoder.config.prefill_chunk, request.prompt_length)
+                decoder.prefill({request: stop})
+            return KVObservation(
+                {
+                    name: (Magnitudes.of(k, f"K of layer {name}"), Magnitudes.of(v, f"V of layer {name}"))
+                    for name, k, v in self._stored(request.row, len(text))
+                }
+            )
+        finally:
+            decoder.close(request)
+
+    def _stored(self, row: int, length: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(layer, K, V) of a request, K and V ``[rows written, Hkv, D]``."""
+        cache = self._decoder.cache
+        for index, layer in zip(self._layers, cache.qsa, strict=True):
+            yield str(index), *layer.stored(row, length)
+        if cache.draft is not None:
+            assert isinstance(cache.draft.mixer, QSALayerCache)
+            yield DRAFT, *cache.draft.mixer.stored(row, length - 1)
+
+
+def observe_texts(
+    model: Qwen4ExpForCausalLM, texts: Sequence[Sequence[int]], prefill_chunk: int = 2048
+) -> KVObservation:
+    """What a model stores of texts, run one after the other.
+
+    Raises:
+        InputError: no texts, or one that cannot be a prompt of this model.
+    """
+    if not texts:
+        raise InputError("nothing to calibrate from: there are no texts")
+    observer = KVObserver(model, max(map(len, texts)), prefill_chunk)
+    first, *others = texts
+    observation = observer.observe(first)
+    for text in others:
+        observation += observer.observe(text)
+    return observation
 
 
 def calibrate_scales(
@@ -18,9 +141,6 @@ def calibrate_scales(
     prefill_chunk: int = 2048,
 ) -> KVScales:
     """Smallest FP32 scales that keep every |K| and |V| of the texts within the format, per layer.
-
-    K is observed as cached (after norm and RoPE), V as projected, in an FP16 cache, of the target's QSA
-    layers and of the MTP layer, whose rows see the target's streams and the true next token.
 
     A format that computes a scale per token and KV head as it writes needs none: its scales are empty, and
     nothing is run.
@@ -32,28 +152,8 @@ def calibrate_scales(
     """
     if get_format(kv_format).has_token_scales:
         return KVScales(())
-    maximum = get_format(kv_format).max_value
-    layers = model.config.qsa_layers
-    peaks = [[0.0, 0.0] for _ in range(len(layers) + (model.mtp is not None))]
-    config = DecoderConfig(
-        kv_format="fp16",
-        num_draft_tokens=1 if model.mtp is not None else 0,
-        prefill_chunk=prefill_chunk,
-        max_length=max((len(text) for text in texts), default=1),
-    )
-    decoder = SpeculativeDecoder(model, config)
-    for text in texts:
-        request = decoder.open(text)
-        while request.computed < request.prompt_length:
-            stop = min(request.computed + prefill_chunk, request.prompt_length)
-            decoder.prefill({request: stop})
-        caches = list(decoder.cache.qsa)
-        if decoder.cache.draft is not None:
-            assert isinstance(decoder.cache.draft.mixer, QSALayerCache)
-            caches.append(decoder.cache.draft.mixer)
-        for peak, cache in zip(peaks, caches, strict=True):
-            k, v = cache.largest(request.row, len(text))
-            peak[0], peak[1] = max(peak[0], k), max(peak[1], v)
-        decoder.close(request)
-    pairs = [ScalePair(scale_for_maximum(k, maximum), scale_for_maximum(v, maximum)) for k, v in peaks]
-    return KVScales(tuple(pairs[: len(layers)]), pairs[-1] if model.mtp is not None else None)
+    return observe_texts(model, texts, prefill_chunk).scales(kv_format)
+
+
+def _shapes(observation: KVObservation) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, part.counts.shape) for name, pair in observation.layers.items() for part in pair]

@@ -60,6 +60,9 @@ class AcceptanceConfig:
         batch_size: Prompts measured together.
         num_draft_tokens: K, drafts per round.
         prefill_chunk: Tokens per prefill step.
+        scales: Static scales: calibrated from the beginnings of the "prompts", the "shipped" checkpoint's
+            overlay, or an overlay's folder.
+        allow_unit_target_scales: With an overlay that has no target scales, take 1.0 for all of them.
         calibration_tokens: How much of each prompt's beginning the KV scales are calibrated from.
         generation_prompts: Prompts per length that are continued freely, one at a time.
         generation_max_length: Longest context that is continued; 0 means every one.
@@ -91,6 +94,8 @@ class AcceptanceConfig:
     batch_size: int | None = None
     num_draft_tokens: int = 3
     prefill_chunk: int = 2048
+    scales: Literal["prompts", "shipped"] | Path = "prompts"
+    allow_unit_target_scales: bool = False
     calibration_tokens: int = 512
     generation_prompts: int | None = None
     generation_max_length: int | None = None

@@ -1,18 +1,22 @@
-"""KV scales of a study: calibrated once from its own prompts, kept in its folder."""
+"""KV scales of a study: an overlay's, or calibrated once from its own prompts; kept in its folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
+from page4.experiments.info import OVERLAY
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, ScalePair, get_format
+from page4.kvcache.overlay import read_overlay
 from page4.model import Qwen4ExpForCausalLM
-from page4.spec_decode import calibrate_scales
+from page4.model.kv_scales import describe_base
+from page4.spec_decode import observe_texts
 
 SCALES_FILE = "scales.json"
 DYNAMIC = {"dynamic": "one FP32 scale per token and KV head, for K and for V, computed as they are written"}
@@ -21,13 +25,33 @@ DYNAMIC = {"dynamic": "one FP32 scale per token and KV head, for K and for V, co
 ScalesByFormat = Mapping[str, KVScales]
 
 
-def calibrated_scales(
+def overlay_scales(config: AcceptanceConfig, checkpoint: Path) -> ScalesByFormat:
+    """What the arms need of the overlay that the configuration names, checked before anything is run.
+
+    Raises:
+        InputError: The overlay is refused, lacks what an arm needs, or no arm needs static scales.
+    """
+    base = describe_base(checkpoint)
+    overlay = read_overlay(OVERLAY if config.scales == "shipped" else Path(config.scales), base)
+    target: tuple[ScalePair, ...] = ()
+    draft = None
+    for arm in config.all_arms:
+        if any(get_format(name).needs_scale for name in arm.formats):
+            needed = overlay.scales(base, *arm.formats, config.allow_unit_target_scales)
+            target, draft = needed.target or target, needed.draft or draft
+    if not target and draft is None:
+        raise InputError("no arm has a format with static scales: leave out the overlay")
+    return {overlay.manifest.kv_format: KVScales(target, draft)}
+
+
+def study_scales(
     config: AcceptanceConfig,
     model: Qwen4ExpForCausalLM,
     beginnings: Sequence[Sequence[int]],
+    overlaid: ScalesByFormat | None,
     results: ResultFolder,
 ) -> ScalesByFormat:
-    """Scales of every format that needs them: those in the folder, or new ones from `beginnings`.
+    """Scales of the formats that need them: an overlay's, those in the folder, or new from `beginnings`.
 
     `scales.json` also names the formats that compute scales of their own; nothing is calibrated for them.
 
@@ -39,9 +63,12 @@ def calibrated_scales(
     static = [name for name in names if get_format(name).needs_scale]
     dynamic = [name for name in names if get_format(name).has_token_scales]
     file = results.path / SCALES_FILE
-    if file.exists():
+    if overlaid is None and file.exists():
         return _from_json(file.read_text(encoding="utf-8"), static, dynamic, str(file))
-    scales = {name: calibrate_scales(model, beginnings, name, config.prefill_chunk) for name in static}
+    scales = dict(overlaid or {})
+    if overlaid is None and static:
+        observation = observe_texts(model, beginnings, config.prefill_chunk)
+        scales = {name: observation.scales(name) for name in static}
     content = {name: dataclasses.asdict(found) for name, found in scales.items()}
     results.write_json(SCALES_FILE, content | dict.fromkeys(dynamic, DYNAMIC))
     return scales

@@ -18,7 +18,7 @@ from page4.experiments.acceptance.measure import (
 )
 from page4.experiments.acceptance.prompts import Prompts
 from page4.experiments.acceptance.report import write_report
-from page4.experiments.acceptance.scales import calibrated_scales
+from page4.experiments.acceptance.scales import ScalesByFormat, overlay_scales, study_scales
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.plots import format_tokens
@@ -50,12 +50,13 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
     folder = config.model or CHECKPOINT
     _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))
+    overlaid = None if config.scales == "prompts" else overlay_scales(config, folder)
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
     with (
         study_kernels(config.backend, config.kernel_configs, config.device) as kernels,
-        ResultFolder(out, config, inputs={**_digests(folder, prompts), **kernels.digests}) as results,
+        ResultFolder(out, config, {**_digests(folder, prompts, overlaid), **kernels.digests}) as results,
     ):
-        scales = calibrated_scales(config, model, prompts.beginnings(), results)
+        scales = study_scales(config, model, prompts.beginnings(), overlaid, results)
         measurer = Measurer(model, config, prompts, scales)
         stores = _Stores(results)
         _measure(plan_cells(config), measurer, stores, progress or Silent())
@@ -122,12 +123,15 @@ def _check_length(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
         )
 
 
-def _digests(folder: Path, prompts: Prompts) -> dict[str, str]:
-    """SHA-256 of the checkpoint's files and of the texts' tokens."""
+def _digests(folder: Path, prompts: Prompts, overlaid: ScalesByFormat | None) -> dict[str, str]:
+    """SHA-256 of the checkpoint's files, of the texts' tokens, and of an overlay's scales."""
     checkpoint = hashlib.sha256()
     for file in (folder / "config.json", folder / "tokenizer.json", *shards(folder)):
         checkpoint.update(hashlib.sha256(file.read_bytes()).digest())
     texts = hashlib.sha256()
     for name, tokens in sorted({a.text.name: a.text.tokens for a in prompts.anchors}.items()):
         texts.update(repr((name, tokens)).encode())
-    return {"checkpoint": checkpoint.hexdigest(), "texts": texts.hexdigest()}
+    digests = {"checkpoint": checkpoint.hexdigest(), "texts": texts.hexdigest()}
+    if overlaid is not None:
+        digests["scales"] = hashlib.sha256(repr(sorted(overlaid.items())).encode()).hexdigest()
+    return digests

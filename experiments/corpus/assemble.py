@@ -8,18 +8,22 @@ from typing import Any
 
 from page4.experiments.atomic import atomic_path
 from page4.experiments.corpus.build import build, table, write_manifest
+from page4.experiments.corpus.calibration import write_calibration
 from page4.experiments.corpus.pack import save, tokenise
 from page4.experiments.corpus.prompts import write_prompts
 from page4.experiments.corpus.tokenizer import train_tokenizer, training_texts
 
 
-def assemble(work: Path, out: Path, prompts: Path, log: Callable[[str], None] = print) -> dict[str, Any]:
+def assemble(
+    work: Path, out: Path, prompts: Path, calibration: Path, log: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Build everything that training and studies read, and return its sizes.
 
     Args:
         work: Downloads and unpacked packages; what is there already is used again.
         out: Packed tokens, `tokenizer.json` and `sources.json`, the record of what they were made from.
         prompts: The held-out texts.
+        calibration: Excerpts of the training text, for KV scales.
         log: Told what was found.
 
     Raises:
@@ -30,6 +34,7 @@ def assemble(work: Path, out: Path, prompts: Path, log: Callable[[str], None] = 
     out.mkdir(parents=True, exist_ok=True)
     write_manifest(corpus, out / "sources.json")
     write_prompts(corpus, prompts)
+    write_calibration(corpus, calibration)
     tokenizer = train_tokenizer(training_texts(corpus))
     with atomic_path(out / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))

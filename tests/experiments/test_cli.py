@@ -17,7 +17,7 @@ from page4.experiments.cli_study import result_folder
 from page4.experiments.progress import Reporter
 from page4.kernels.errors import InputError
 
-COMMANDS = ("acceptance", "train", "corpus", "bench", "autotune", "generate", "info", "sm70")
+COMMANDS = ("acceptance", "calibrate", "scales", "train", "corpus", "bench", "autotune", "generate", "info", "sm70")
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
