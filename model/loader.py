@@ -60,11 +60,10 @@ def load_weights(
         job.source.check(tuple(whole[job.index].shape), not whole.is_floating_point())
     # Shard by shard, so that each is mapped once; a stable sort keeps the pieces of a tensor together.
     jobs.sort(key=lambda job: job.source.parts[0].shard)
-    loaded: dict[str, Tensor] = {}
+    # All at once: too little memory shows before anything is read, and no buffer comes to lie in between.
+    loaded = {name: _empty(name, whole, dtype, device) for name, whole in expected.items()}
     with ShardReader() as reader:
         for job in jobs:
-            if job.whole not in loaded:
-                loaded[job.whole] = _empty(job.whole, expected[job.whole], dtype, device)
             weight = loaded[job.whole][job.index]
             job.source.fill(weight, reader.read)
             _check_finite(job.source, weight)

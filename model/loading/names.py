@@ -11,6 +11,7 @@ _VISION = ("model.visual.", "visual.")
 _TEXT = "model.language_model."
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 _MOST_LISTED = 40
+_LONGEST = 300  # characters
 
 
 def text_name(stored: str) -> str | None:
@@ -38,9 +39,15 @@ def listed(names: Iterable[str]) -> str:
             merged.add((*entry[:place], _ranges(numbers), *entry[place + 1 :]))
         entries = merged
     lines = sorted("".join(entry) for entry in entries)
-    shown = [line if line.isprintable() else ascii(line) for line in lines[:_MOST_LISTED]]
-    more = [f"{len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
-    return ", ".join(shown + more)
+    more = [f"{len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
+    return ", ".join([one_line(line) for line in lines[:_MOST_LISTED]] + more)
+
+
+def one_line(text: object) -> str:
+    """A text from a file that may be damaged, or an error that quotes one: printable, and not long."""
+    line = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
 def _ranges(numbers: list[str]) -> str:

@@ -37,7 +37,7 @@ def quantisation(config: dict[str, Any]) -> Quantisation:
     """
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
-    values = config.get("quantization_config") or config.get("compression_config") or nested
+    values = config.get("quantization_config", nested)
     if values is None:
         return Quantisation()
     if not isinstance(values, dict):

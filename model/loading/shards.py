@@ -13,7 +13,7 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
-from .names import listed
+from .names import listed, one_line
 from .stored import Stored
 
 _INDEX = "model.safetensors.index.json"
@@ -116,7 +116,7 @@ def _header(file: Path) -> list[Stored]:
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
-    return InputError(f"{file}: not a readable safetensors file ({' '.join(str(error).split())})")
+    return InputError(f"{file}: not a readable safetensors file ({one_line(error)})")
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -129,7 +129,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{index}: not a safetensors index ({' '.join(str(error).split())})") from error
+        raise InputError(f"{index}: not a safetensors index ({one_line(error)})") from error
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: not a safetensors index (weight_map is no object)")
     for file in weight_map.values():
