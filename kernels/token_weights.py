@@ -1,8 +1,9 @@
 """Probabilities of tokens as integers, so that their sums are the same in every order and on every device.
 
 A token's weight is ``floor(2^40 * 2^((logit - m) * scale))``, with ``scale = log2(e) / temperature`` and a
-maximum ``m``. The power of two comes from a polynomial in FP32 additions and products, each rounded by
-itself, so that PyTorch, NumPy and a GPU compute the same bits. A token below 2^-40 of the most probable one
+maximum ``m``. The power of two comes from a polynomial in FP32, whose steps are a product and a sum with one
+rounding (fused, as every GPU has them); all else is rounded by itself. So PyTorch and a GPU compute the same
+bits. A token below 2^-40 of the most probable one
 weighs nothing.
 
 A row of logits is cut into tiles of ``TILE`` tokens. A tile's own sum is relative to its own maximum, so that
@@ -35,14 +36,26 @@ def relative_exponents(logits: Tensor, maximum: Tensor, scale: Tensor) -> Tensor
     return torch.where(logits > -torch.inf, exponent, _LEAST_EXPONENT).clamp_min(_LEAST_EXPONENT)
 
 
+def fused_multiply_add(x: Tensor, y: Tensor, z: float) -> Tensor:
+    """FP32 ``x * y + z`` of FP32 tensors, rounded once; for results that are not subnormal."""
+    product = x.double() * y.double()  # exact: 48 bits
+    total = product + z
+    part = total - product
+    error = (product - (total - part)) + (z - part)  # what the sum lost, exactly (Knuth's two-sum)
+    # A sum in float64 that is rounded to odd can be rounded again to FP32 without harm (Boldo and Melquiond,
+    # Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008).
+    bits = total.view(torch.int64)
+    odd = torch.where((error > 0) == (total > 0), bits + 1, bits - 1)
+    return torch.where((error != 0) & (bits & 1 == 0), odd, bits).view(torch.float64).float()
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """FP32 ``2^exponent`` for FP32 exponents in [-64, 0]: the same bits everywhere."""
     shifted = exponent + _ROUNDING
     f = exponent - (shifted - _ROUNDING)
     power = torch.full_like(f, EXP2_COEFFICIENTS[-1])
     for coefficient in (*EXP2_COEFFICIENTS[-2::-1], 1.0):
-        power = power * f
-        power = power + coefficient
+        power = fused_multiply_add(power, f, coefficient)
     whole = shifted.contiguous().view(torch.int32) - _ROUNDING_BITS
     return (power.view(torch.int32) + (whole << 23)).view(torch.float32)
 

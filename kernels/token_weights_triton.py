@@ -1,7 +1,7 @@
 """Token weights in Triton, and the one launch that reads all logits: the sums of every tile of every row.
 
 The functions compute the bits of :mod:`~page4.kernels.token_weights`. Every kernel that calls them is
-launched with ``enable_fp_fusion=False``: a fused product and sum would round once instead of twice.
+launched with ``enable_fp_fusion=False``: products and sums are fused where the definition says so alone.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -19,6 +19,7 @@ from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
 
 _WARPS = 4  # a tile in each: no reduction leaves a warp
 _PROGRAMS = 2048  # about twice what an H200 holds at once, so that rows that cost more spread evenly
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 
 
@@ -34,6 +35,23 @@ def load_logits(p_row, p_bits, o_token, vocabulary):
 
 
 @triton.jit
+def _fused_multiply_add(b_x, b_y, z):
+    """FP32 ``x * y + z``, rounded once."""
+    if _INTERPRETED:  # the interpreter's own would round twice
+        product = b_x.to(tl.float64) * b_y.to(tl.float64)
+        total = product + z
+        part = total - product
+        error = (product - (total - part)) + (z - part)
+        bits = total.to(tl.int64, bitcast=True)
+        odd = bits + tl.where((error > 0) == (total > 0), 1, -1)
+        odd = tl.where((error != 0) & ((bits & 1) == 0), odd, bits)
+        result = odd.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        result = tl.fma(b_x, b_y, z)
+    return result
+
+
+@triton.jit
 def _power_of_two(b_logit, maximum, scale, ONE: tl.constexpr):
     """FP32 ``ONE * 2^((logit - maximum) * scale)``, ``ONE`` a power of two, the exponent at least -64.
 
@@ -43,11 +61,11 @@ def _power_of_two(b_logit, maximum, scale, ONE: tl.constexpr):
     b_exponent = tl.maximum((b_logit - maximum) * scale, -64.0)
     b_shifted = b_exponent + 12582912.0
     b_f = b_exponent - (b_shifted - 12582912.0)
-    b_power = b_f * (_C5 * ONE) + _C4 * ONE
-    b_power = b_power * b_f + _C3 * ONE
-    b_power = b_power * b_f + _C2 * ONE
-    b_power = b_power * b_f + _C1 * ONE
-    b_power = b_power * b_f + ONE
+    b_power = _fused_multiply_add(tl.full(b_f.shape, _C5 * ONE, tl.float32), b_f, _C4 * ONE)
+    b_power = _fused_multiply_add(b_power, b_f, _C3 * ONE)
+    b_power = _fused_multiply_add(b_power, b_f, _C2 * ONE)
+    b_power = _fused_multiply_add(b_power, b_f, _C1 * ONE)
+    b_power = _fused_multiply_add(b_power, b_f, ONE)
     # The lowest bits of the shifted exponent are its integer; the others leave the word.
     b_bits = b_power.to(tl.int32, bitcast=True) + (b_shifted.to(tl.int32, bitcast=True) << 23)
     return b_bits.to(tl.float32, bitcast=True)
@@ -125,7 +143,7 @@ def _copy_logits(p_copy, b_logit, o_token, vocabulary):
     tl.store(p_copy + o_token, b_logit.to(p_copy.dtype.element_ty), mask=o_token < vocabulary)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def tile_sums_kernel(
     p_logits, stride_request, stride_row, p_positions, p_scale,
     p_allowed, stride_bits_request, stride_bits_row, p_store, stride_store, p_tile_max, p_tile_sum,
@@ -202,6 +220,8 @@ def launch_tile_sums(
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
         store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles, turns,
         ROWS=rows, TILE=TILE, LANES=TILE // 4, WARPS=_WARPS, DEPENDENT=dependent,
+        # Six programs fit a multiprocessor so; what else there is would spill.
+        maxnreg=80 if dependent and allowed is None and logits.element_size() == 2 else None,
         num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 

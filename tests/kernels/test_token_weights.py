@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
 from page4.kernels.token_weights import (
+    EXP2_COEFFICIENTS,
     ONE,
     TILE,
+    fused_multiply_add,
     pick,
     pick_in_tiles,
     power_of_two,
@@ -25,6 +28,26 @@ def test_powers_of_two_are_near_the_exact_ones() -> None:
     assert ((power_of_two(exponent).double() / exact - 1).abs() < 2e-7).all()
     whole = -torch.arange(65.0)
     assert torch.equal(power_of_two(whole), torch.exp2(whole))
+
+
+def test_a_fused_step_rounds_once() -> None:
+    """Exactly as rational numbers say, also where float64 would land on the middle of two FP32 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(500, generator=generator) + 0.5
+    y = torch.rand(500, generator=generator) - 0.5
+    # A hair above and below the middle of 1 and its neighbours.
+    hard = [(1 + 2**-12, 2**-24 * (1 - 2**-12 + 2**-23)), (1 + 2**-12, -(2**-25) * (1 - 2**-12))]
+    x[: len(hard)], y[: len(hard)] = torch.tensor(hard).unbind(1)
+    for z in (1.0, -1.0, 12582912.0, EXP2_COEFFICIENTS[0]):
+        found = fused_multiply_add(x, y, z)
+        for a, b, result in zip(x.tolist(), y.tolist(), found, strict=True):
+            exact = Fraction(a) * Fraction(b) + Fraction(z)
+            near = [torch.nextafter(result, torch.tensor(end)) for end in (-math.inf, math.inf)]
+            distance = abs(Fraction(result.item()) - exact)
+            others = [abs(Fraction(other.item()) - exact) for other in near]
+            assert distance <= min(others)
+            even = int(result.view(torch.int32)) % 2 == 0
+            assert distance < min(others) or even
 
 
 def test_the_most_probable_token_weighs_one_and_excluded_ones_nothing() -> None:
