@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from page4.kernels.backend import Backend
 from page4.kernels.errors import InputError
-from page4.kvcache.cache import CacheConfig, CacheGeometry, HybridCache
+from page4.kvcache.cache import CacheConfig, HybridCache
 
 from .backend import checked_backend
+from .cache_geometry import cache_geometry
 from .config import Qwen4ExpConfig
 from .decoder import Trunk
 from .gated_delta_net import GatedDeltaNet
@@ -87,7 +88,8 @@ class Qwen4ExpForCausalLM(nn.Module):
         device = torch.device(device)
         if dtype is None:
             dtype = torch.float16 if device.type == "cuda" else torch.float32
-        config, name_of = Qwen4ExpConfig.from_file(folder / "config.json"), text_name
+        config = Qwen4ExpConfig.from_file(folder / "config.json")
+        name_of: Callable[[str], str | None] = text_name
         if layers is not None:
             config, name_of = subset(config, layers)
         quantised = quantisation(config.raw)
@@ -124,24 +126,7 @@ class Qwen4ExpForCausalLM(nn.Module):
 
     def new_cache(self, cache: CacheConfig) -> HybridCache:
         """An empty cache with the geometry of this model."""
-        c = self.config
-        geometry = CacheGeometry(
-            layer_types=c.layer_types,
-            ple_layers=tuple(i - 1 for i in c.ple_layer_ids),
-            kv_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
-            index_dim=c.indexer_head_dim,
-            compress_ratio=c.indexer_compress_ratio,
-            delta_heads=c.linear_num_value_heads,
-            delta_key_dim=c.linear_key_head_dim,
-            delta_value_dim=c.linear_value_head_dim,
-            conv_channels=2 * c.linear_num_key_heads * c.linear_key_head_dim
-            + c.linear_num_value_heads * c.linear_value_head_dim,
-            conv_length=c.linear_conv_kernel_dim - 1,
-            ple_channels=c.stream_size,
-            ple_length=(c.ple_conv_kernel_size - 1) * c.ngram_size,
-            has_draft=self.mtp is not None,
-        )
+        geometry = cache_geometry(self.config)
         return HybridCache(geometry, cache, activation_dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()

@@ -56,7 +56,7 @@ class BlockFP8:
 def _decode(weight: Tensor, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
     """One matrix ``[R, C]``, a slab of whole blocks at a time."""
     rows, columns = block
-    for start, stop in slabs(*codes.shape, multiple=rows):
+    for start, stop in slabs(codes.shape[0], codes.shape[1], multiple=rows):
         scales = scale[start // rows : -(-stop // rows)].repeat_interleave(columns, dim=1)
         scales = scales[:, : codes.shape[1]].repeat_interleave(rows, dim=0)[: stop - start]
         weight[start:stop].copy_(codes[start:stop].float() * scales)
