@@ -46,7 +46,7 @@ _SEARCH_CHUNK = 512
 _LIST_TILES = 2
 _ROW_PROGRAMS, _ALL_ROW_PROGRAMS = 32, 512  # that list a row's tokens, at most; of all rows, about
 _ROW_WARPS = 4
-_DECIDE_TILES, _DECIDE_WARPS = 4, 8
+_DECIDE_TILES, _DECIDE_WARPS, _DECIDE_PROGRAMS = 2, 8, 512  # programs of all requests, about
 MAX_REGISTERS = 128  # a thread; left alone, the assembler aims lower and spills a few
 _ACCEPT, _RECOVER, _BONUS = (tl.constexpr(int(p)) for p in (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS))
 
@@ -241,13 +241,22 @@ def decide_kernel(
             p_bits = p_allowed + i_request * stride_bits_request + accepted.to(tl.int64) * stride_bits_row
         p_own_tiles = p_request_tiles + i_request * tiles
         if in_row:
-            o_part = i_part * BT + tl.arange(0, BT)
-            o_token = o_part[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [BT, TILE]
-            b_weight = _final_weights(
-                p_row, p_bits, p_draft_row, o_token, vocabulary, maximum, scale, total, threshold, last,
-                excluded, residual, draft_max, draft_scale, draft_total,
-            )  # fmt: skip
-            tl.store(p_own_tiles + o_part, tl.sum(b_weight, axis=1), mask=o_part < tiles)
+            for first_tile in range(i_part * BT, tiles, tl.num_programs(1) * BT):
+                o_part = first_tile + tl.arange(0, BT)
+                b_part_max = tl.load(
+                    p_tile_max + i_row * tiles + o_part, mask=o_part < tiles, other=-float("inf")
+                )
+                b_sum = tl.zeros([BT], tl.int64)
+                # Of a tile below the threshold nothing is kept, nothing is read.
+                if tl.max(b_part_max, axis=0) >= threshold:
+                    o_token = o_part[:, None] * TILE + tl.arange(0, TILE)[None, :]  # [BT, TILE]
+                    b_limit = tl.where(b_part_max >= threshold, vocabulary, 0)
+                    b_weight = _final_weights(
+                        p_row, p_bits, p_draft_row, o_token, b_limit[:, None], maximum, scale, total,
+                        threshold, last, excluded, residual, draft_max, draft_scale, draft_total,
+                    )  # fmt: skip
+                    b_sum = tl.sum(b_weight, axis=1)
+                tl.store(p_own_tiles + o_part, b_sum, mask=o_part < tiles)
             # All stores of this program come before its arrival; the last one's loads come after all.
             tl.debug_barrier()
             arrived = tl.atomic_add(p_arrivals + i_request, 1, sem="acq_rel")
@@ -428,7 +437,8 @@ def verify_triton(
         CHUNK=min(_SEARCH_CHUNK, triton.next_power_of_2(vocabulary)), DEPENDENT=dependent,
         num_warps=_ROW_WARPS, maxnreg=MAX_REGISTERS, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
-    decide_kernel[(requests, triton.cdiv(tiles, _DECIDE_TILES))](
+    parts = min(triton.cdiv(tiles, _DECIDE_TILES), triton.cdiv(_DECIDE_PROGRAMS, requests))
+    decide_kernel[(requests, parts)](
         logits, logits.stride(0), logits.stride(1), drafts, drafts.stride(0), positions,
         params.scale, params.top_k, params.top_p, params.log2_min_p, params.seed, allowed, *bit_strides,
         stored[0], *((0, 0) if stored[0] is None else stored[0].stride()[:2]), *stored[1:],
