@@ -68,7 +68,7 @@ def test_formats_dimensions_and_rows_are_all_there(capability: int) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_no_code_is_compiled_twice(capability: int) -> None:
     requests = [json.dumps(case.job.request, sort_keys=True) for case in CASES[capability]]
-    assert len(set(requests)) == len(requests) < 200
+    assert len(set(requests)) == len(requests) < 250
 
 
 def test_shipped_configurations_are_there() -> None:
