@@ -15,6 +15,7 @@ from page4.experiments.cli_acceptance import acceptance
 from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_bench import bench
 from page4.experiments.cli_calibrate import calibrate
+from page4.experiments.cli_capacity import capacity
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_generate import generate
 from page4.experiments.cli_info import info
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command("acceptance")(acceptance)
 app.command("calibrate")(calibrate)
+app.command("capacity")(capacity)
 app.command("train")(train)
 app.command("corpus")(corpus)
 app.command("bench")(bench)

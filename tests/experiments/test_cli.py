@@ -17,7 +17,19 @@ from page4.experiments.cli_study import result_folder
 from page4.experiments.progress import Reporter
 from page4.kernels.errors import InputError
 
-COMMANDS = ("acceptance", "calibrate", "scales", "train", "corpus", "bench", "autotune", "generate", "info", "sm70")
+COMMANDS = (
+    "acceptance",
+    "calibrate",
+    "capacity",
+    "scales",
+    "train",
+    "corpus",
+    "bench",
+    "autotune",
+    "generate",
+    "info",
+    "sm70",
+)
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +68,8 @@ def test_help_does_not_wait_for_pytorch() -> None:
         (["acceptance", "--config", "missing.yaml"], "missing.yaml: No such file or directory"),
         (["acceptance", "--set", "model=no/such/folder"], "no/such/folder"),
         (["train", "--set", "data=no/such/folder"], "no/such/folder"),
+        (["capacity", "--set", "geometry=no/such/folder"], "geometry 'no/such/folder' is neither a folder"),
+        (["capacity", "--set", "tensor_parallel=3"], "2 KV heads cannot be shared by 3 ranks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
