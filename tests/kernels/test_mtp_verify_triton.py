@@ -22,8 +22,8 @@ from page4.kernels.mtp_verify_triton import (
     verify_triton,
 )
 from page4.kernels.sampling_params import SamplingParams
-from page4.kernels.token_weights import TILE
-from page4.kernels.token_weights_triton import tile_sums_kernel
+from page4.kernels.token_weights import TILE, tile_sums, tile_weights
+from page4.kernels.token_weights_triton import launch_tile_sums, tile_sums_kernel
 
 from .attention_cases import DEVICE
 
@@ -138,6 +138,29 @@ def test_a_program_takes_tiles_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
     """As it does where there are more tiles than programs; the last turns are not full."""
     monkeypatch.setattr("page4.kernels.token_weights_triton._PROGRAMS", 8)
     test_tokens_equal_the_reference(20 * TILE + 7, 5, 16384)
+
+
+def test_sums_of_tiles_are_the_definitions() -> None:
+    """Bit for bit: draws alone would hardly tell."""
+    logits = 4 * torch.randn(3, 1, 2 * TILE + 5, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor([1.0, 1.44, 2.5])
+    maximum = torch.empty(3, 3, device=DEVICE)
+    total = torch.empty(3, 3, dtype=torch.int64, device=DEVICE)
+    positions = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    launch_tile_sums(there(logits), positions, there(scale), None, None, maximum, total)
+    assert torch.equal(total.cpu(), tile_sums(tile_weights(logits[:, 0], scale)))
+
+
+def test_filters_keep_the_lowest_of_equal_tokens() -> None:
+    logits = torch.zeros(40, 1, 8)
+    logits[:, 0, 1] = -1.0
+    none, positions = torch.zeros(40, 0, dtype=torch.int64), torch.arange(40)
+    values: dict[str, Any] = {"temperature": [1.0] * 40, "top_k": [3] * 40}
+    _, emitted = verify_triton(
+        there(logits), there(none), there(positions), SamplingParams.of(**values, device=DEVICE),
+        VerifyWorkspace.allocate(40, 0, 8, DEVICE),
+    )  # fmt: skip
+    assert set(emitted.flatten().tolist()) == {0, 2, 3}
 
 
 def test_without_distributions_drafts_are_greedy() -> None:
