@@ -49,23 +49,21 @@ def choose_scale(
         return scale
     steps = range(_OCTAVES_ABOVE * _STEPS_PER_OCTAVE, -_OCTAVES_BELOW * _STEPS_PER_OCTAVE - 1, -1)
     candidates = [float(np.float32(scale * 2.0 ** (step / _STEPS_PER_OCTAVE))) for step in steps]
-    return min(candidates, key=lambda candidate: _squared_error(observed, kv_format, candidate))
+    values, counts = observed.occurring()
+    return min(candidates, key=lambda candidate: _squared_error(values, counts, kv_format, candidate))
 
 
 def relative_rms_error(observed: Magnitudes, kv_format: KVFormat, scale: float) -> float:
     """RMS of what storing the observed values changes, over their own RMS; 0 where they are all zero."""
     values, counts = observed.occurring()
     power = float((counts * values**2).sum())
-    return math.sqrt(_squared_error(observed, kv_format, scale) / power) if power else 0.0
+    return math.sqrt(_squared_error(values, counts, kv_format, scale) / power) if power else 0.0
 
 
-def _squared_error(observed: Magnitudes, kv_format: KVFormat, scale: float) -> float:
-    values, counts = observed.occurring()
-    return float((counts * (_stored(values, kv_format, scale) - values) ** 2).sum())
-
-
-def _stored(values: NDArray[np.float64], kv_format: KVFormat, scale: float) -> NDArray[np.float64]:
-    """What the values are after a round trip through the format."""
+def _squared_error(
+    values: NDArray[np.float64], counts: NDArray[np.int64], kv_format: KVFormat, scale: float
+) -> float:
+    """Summed over the counts, of a round trip through the format."""
     codes = encode_kv(torch.from_numpy(values).float(), kv_format.name, scale)
-    restored: NDArray[np.float64] = decode_kv(codes, kv_format.name).double().numpy() * scale
-    return restored
+    restored = decode_kv(codes, kv_format.name).double().numpy() * scale
+    return float((counts * (restored - values) ** 2).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from page4.experiments.calibrate.config import CalibrateConfig
 from page4.experiments.calibrate.figure import plot_magnitudes
@@ -13,7 +13,7 @@ from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kvcache import KVFormat, ScalePair, get_format
 from page4.kvcache.magnitudes import Magnitudes
-from page4.kvcache.scale_rules import choose_scale, relative_rms_error
+from page4.kvcache.scale_rules import ScaleRule, choose_scale, relative_rms_error
 from page4.spec_decode.calibration import DRAFT
 
 REPORT_FILE = "report.json"
@@ -77,19 +77,20 @@ def _part(config: CalibrateConfig, observed: Magnitudes, what: str) -> dict[str,
     kv_format = get_format(config.kv_format)
     if not observed.maximum:
         raise InputError(f"{what} was zero throughout: there is nothing to calibrate from")
-    scale = choose_scale(observed, kv_format, config.rule, config.percent)
+    by_rule = {
+        rule: _outcome(observed, kv_format, choose_scale(observed, kv_format, rule, config.percent))
+        for rule in get_args(ScaleRule)
+    }
+    scale = by_rule[config.rule]["scale"]
     return {
         "log2_limit": math.log2(scale * kv_format.max_value),
         "values": observed.total,
         "maximum": observed.maximum,
         "p99.9": observed.percentile(99.9),
         "p99.99": observed.percentile(99.99),
-        **_outcome(observed, kv_format, scale),
+        **by_rule[config.rule],
         "saturated_at_scale_1": observed.share_above(kv_format.max_value),
-        "by_rule": {
-            rule: _outcome(observed, kv_format, choose_scale(observed, kv_format, rule, config.percent))
-            for rule in ("max", "percentile", "mse")
-        },
+        "by_rule": by_rule,
         "heads": [_head(config, head) for head in observed.heads],
         "log2_histogram": [[edge, count] for edge, count in observed.by_log2()],
     }

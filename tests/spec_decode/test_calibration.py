@@ -8,9 +8,17 @@ from torch import Tensor, nn
 
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, ScalePair
+from page4.kvcache.cache import QSALayerCache
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from page4.model.qsa import QSAttention
-from page4.spec_decode import DecoderConfig, SpeculativeDecoder, calibrate_scales, generate
+from page4.spec_decode import (
+    DecoderConfig,
+    KVObserver,
+    SpeculativeDecoder,
+    calibrate_scales,
+    generate,
+    observe_texts,
+)
 from tests.oracle.steps import exact_cache
 from tests.oracle.tiny import random_tokens, tiny_model
 
@@ -132,3 +140,58 @@ def test_wrong_input_is_refused() -> None:
         calibrate_scales(model, [])
     with pytest.raises(InputError, match="the model's positions end at 4096"):
         calibrate_scales(model, [[1] * 4097])
+
+
+def test_observations_of_texts_sum_and_know_their_heads() -> None:
+    model = tiny_model(seed=6)
+    one, two, both = (observe_texts(model, texts) for texts in (TEXTS[:1], TEXTS[1:], TEXTS))
+    assert list(both.layers) == ["2", "3", "draft"]
+    for name, pair in (one + two).layers.items():
+        for summed, whole in zip(pair, both.layers[name], strict=True):
+            assert (summed.counts == whole.counts).all()
+            assert len(whole.heads) == 2 and max(head.maximum for head in whole.heads) == whole.maximum
+            rows = sum(len(text) - (name == "draft") for text in TEXTS)
+            assert whole.total == rows * 2 * 32
+
+
+def test_nothing_but_the_text_is_observed() -> None:
+    """Neither what ran before to warm up, nor pages of others, nor slots that padding or rejected rows fill."""
+    model = tiny_model(seed=6)
+    alone = observe_texts(model, TEXTS[1:])
+    observer = KVObserver(model, longest=60)
+    observer.observe(random_tokens(60, seed=9))
+    cache = observer._decoder.cache
+    assert isinstance(cache.draft.mixer, QSALayerCache)  # type: ignore[union-attr]
+    for layer in (*cache.qsa, cache.draft.mixer):  # type: ignore[union-attr]
+        layer.k_pages.fill_(torch.nan)
+        layer.v_pages.fill_(torch.inf)
+    observed = observer.observe(TEXTS[1])
+    for name, pair in observed.layers.items():
+        for found, expected in zip(pair, alone.layers[name], strict=True):
+            assert (found.counts == expected.counts).all()
+
+
+def test_an_observer_frees_what_it_took_even_when_it_refuses() -> None:
+    model = tiny_model(seed=6)
+    observer = KVObserver(model, longest=50)
+    model.model.layers[2].self_attn.v_proj.weight.mul_(1e8)  # type: ignore[union-attr, operator, operator]
+    for _ in range(3):  # there is one row
+        with pytest.raises(InputError, match="V of layer 2 hold NaN, infinity or more than FP16 can"):
+            observer.observe(TEXTS[0])
+
+
+def test_a_text_of_one_token_has_no_rows_in_the_draft_layer() -> None:
+    observed = observe_texts(tiny_model(seed=6), [[5]])
+    assert [pair[0].total for pair in observed.layers.values()] == [64, 64, 0]
+
+
+def test_rules_and_formats_differ() -> None:
+    observed = observe_texts(tiny_model(seed=6), TEXTS)
+    assert pairs(observed.scales("e4m3", "percentile", 90))[0].k < pairs(observed.scales("e4m3"))[0].k
+    ratio = pairs(observed.scales("e4m3"))[0].k / pairs(observed.scales("e5m2"))[0].k
+    assert ratio == pytest.approx(57344 / 448)
+    for name in ("fp16", "int8"):
+        with pytest.raises(InputError, match="has no static scales to calibrate"):
+            observed.scales(name)
+    with pytest.raises(InputError, match="different layers or heads"):
+        observed + observe_texts(tiny_model(seed=6, mtp_num_hidden_layers=0), TEXTS)
