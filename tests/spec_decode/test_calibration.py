@@ -155,7 +155,7 @@ def test_observations_of_texts_sum_and_know_their_heads() -> None:
 
 
 def test_nothing_but_the_text_is_observed() -> None:
-    """Neither what ran before to warm up, nor pages of others, nor slots that padding or rejected rows fill."""
+    """Neither what ran before to warm up, nor pages of others, nor slots beyond the text."""
     model = tiny_model(seed=6)
     alone = observe_texts(model, TEXTS[1:])
     observer = KVObserver(model, longest=60)
