@@ -49,10 +49,10 @@ def markdown(config: CapacityConfig, rows: Sequence[Row], origin: dict[str, Any]
         "*bytes/token* are those of pages: K, V and compressed index keys of target and draft. *state* is "
         f"what a request takes whatever its length: recurrent state for {config.num_draft_tokens + 1} rows "
         "and raw index keys. *request* is the two together for one request of this length. *tokens that fit* "
-        "are those of all open requests together, beside the states of all of them and of the row that padding "
-        "points to; so many *full requests* of this length fit at once. The quotients compare with the first "
-        "format: *tokens that fit*, *bytes/token* and *request*. Only the last counts a request's state "
-        "against its own tokens.",
+        "are those of all open requests together, beside the states of all of them and of the row that "
+        "padding points to; so many *full requests* of this length fit at once. The quotients compare with "
+        "the first format: *tokens that fit*, *bytes/token* and *request*. Only the last counts a request's "
+        "state against its own tokens.",
     ]
     if origin is not None:
         lines += ["", *_origin(origin)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ def run(config: CapacityConfig, out: Path, progress: Reporter | None = None) -> 
         InputError: The geometry is unknown, its heads cannot be shared by so many ranks, or the folder cannot
             be used.
     """
-    rows = count(config, load_geometry(config.geometry))
+    geometry = load_geometry(config.geometry)
+    rows = count(config, geometry)
     origin = explained() if config.geometry == PUBLIC else None
-    with ResultFolder(out, config) as results:
+    digest = hashlib.sha256(repr(geometry).encode()).hexdigest()
+    with ResultFolder(out, config, inputs={"geometry": digest}) as results:
         results.write_csv("capacity.csv", rows, COLUMNS)
         summary = summarise(config, rows, origin)
         results.write_json("summary.json", summary)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from page4.kernels.errors import InputError
+from page4.kvcache.strict_json import parse_json
 
 from .names import listed, one_line
 from .stored import Stored
@@ -126,12 +126,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if (folder / _SINGLE).is_file():
             return None
         raise InputError(f"{folder}: no checkpoint there (expected {_INDEX} or {_SINGLE})")
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{index}: not a safetensors index ({one_line(error)})") from error
+    content = parse_json(index.read_bytes(), str(index))
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index}: not a safetensors index (weight_map is no object)")
+        raise InputError(f"{index}: not a safetensors index (it has no object weight_map)")
     for file in weight_map.values():
         # A name with a folder in it would read files from elsewhere.
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
