@@ -44,8 +44,8 @@ PROMISES = {
     "select_kernel": Promise(loads=(4, 16), stores=(4, 4)),
     # Rows of a bitmap need not begin at a multiple of 16 bytes.
     "plan_kernel": Promise(loads=(4, 4), stores=(4, 4)),
-    # One row of 64 numbers is 2 a lane: 4 bytes in 16 bits, 2 in a byte format.
-    "qsa_prepare_kernel": Promise(loads=(4, 8), stores=(2, 8)),
+    # A rotated piece of 32 numbers is one a lane: 2 bytes in 16 bits, 1 in a byte format.
+    "qsa_prepare_kernel": Promise(loads=(2, 8), stores=(1, 8)),
     "tile_sums_kernel": Promise(loads=(4, 16), stores=(4, 8)),
     "gather_rows_kernel": Promise(loads=(4, 16), stores=(4, 8)),
     # The logit of one draft is 2 bytes.
@@ -62,7 +62,8 @@ PROMISES = {
     "write_streams_kernel": Promise(loads=(2, 8), stores=(8, 8)),
     # A row chooses a few experts.
     "route_kernel": Promise(loads=(2, 2), stores=(4, 4)),
-    "swiglu_kernel": Promise(loads=(4, 16), stores=(4, 16)),
+    # Experts of 64 features are 2 a lane.
+    "swiglu_kernel": Promise(loads=(4, 4), stores=(4, 4)),
     "combine_kernel": Promise(loads=(2, 16), stores=(8, 16)),
     "product_kernel": Promise(loads=(16, 16), stores=(16, 16), tensor_cores=80),
 }
