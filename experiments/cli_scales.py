@@ -20,7 +20,7 @@ Model = Annotated[
 Calibration = Annotated[
     Path | None, typer.Option("--calibration", metavar="DIR", help="Result folder of `page4 calibrate`.")
 ]
-_SOURCES = "calibration|unit|layer:N|none"
+_SOURCES = "calibration|file:PATH|layer:N|unit|none"
 
 
 @app.command("materialise")

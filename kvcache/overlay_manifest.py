@@ -25,8 +25,8 @@ class Manifest:
 
     Attributes:
         kv_format: the format that the scales are made for.
-        target, draft: where the scales come from: ``calibration``, or a prototype's ``unit`` or ``layer N``;
-            ``none`` when there are none.
+        target, draft: where the scales come from: ``calibration``, ``file NAME`` of another tool, or a
+            prototype's ``unit`` or ``layer N``; ``none`` when there are none.
         base: SHA-256 of each file of the checkpoint: its configuration, index and shards.
         files: SHA-256 of each other file of the overlay.
         tensors: names of the scales, by file.
@@ -80,7 +80,7 @@ class Manifest:
 
 def is_prototype(source: str) -> bool:
     """Whether scales of this source were not measured on the layer that they are for."""
-    return source not in ("calibration", "none")
+    return source not in ("calibration", "none") and not source.startswith("file ")
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -12,8 +12,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from page4.kernels.errors import InputError
-from page4.kvcache import KVScales
-from page4.kvcache.overlay import OverlayBase, read_overlay
+from page4.kvcache import KVScales, ScalePair
+from page4.kvcache.overlay import OverlayBase, pair_scales, read_overlay
+from page4.kvcache.overlay_names import ScaleName, parse_scale_name
 
 from .config import Qwen4ExpConfig
 from .loader import shards
@@ -67,6 +68,37 @@ def describe_base(folder: Path) -> OverlayBase:
         prefix=_MULTIMODAL if any(name.startswith(_MULTIMODAL) for name in names) else "model.",
         dynamic_scales=_dynamic_scales(folder / "config.json"),
     )
+
+
+def read_scales(file: Path) -> dict[int | None, ScalePair]:
+    """The static scales in a safetensors file of another tool, by layer (None: the MTP layer).
+
+    Other tensors beside them are passed over. A scale of another floating-point dtype is taken as FP32.
+
+    Raises:
+        InputError: the file is unreadable or has no scales, a scale is named twice, is not one number or not
+            positive and finite, or stands on only one of K and V.
+    """
+    found: dict[ScaleName, float] = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for tensor in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                name = parse_scale_name(tensor)
+                if name is None:
+                    continue
+                if name in found:
+                    raise InputError(f"{file}: {tensor} is a second {name}")
+                value = opened.get_tensor(tensor)
+                if value.numel() != 1 or not value.is_floating_point():
+                    raise InputError(
+                        f"{file}: {tensor} is {value.dtype} of shape {list(value.shape)}, expected one number"
+                    )
+                found[name] = float(value.float())
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: not a readable safetensors file ({error})") from error
+    if not found:
+        raise InputError(f"{file} holds no KV scales")
+    return pair_scales(found, str(file))
 
 
 def _tensor_names(found: list[Path]) -> Iterator[str]:

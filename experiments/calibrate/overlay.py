@@ -12,13 +12,14 @@ from page4.experiments.provenance import collect_provenance, now
 from page4.kernels.errors import InputError
 from page4.kvcache import ScalePair, get_format
 from page4.kvcache.overlay import Overlay, OverlayBase, differing_files
+from page4.kvcache.overlay_names import describe_layer
 from page4.kvcache.overlay_write import Sourced, materialise
 from page4.kvcache.scales import UNIT_SCALES
 from page4.kvcache.strict_json import parse_json
-from page4.model.kv_scales import describe_base
+from page4.model.kv_scales import describe_base, read_scales
 from page4.spec_decode.calibration import DRAFT
 
-_SOURCES = "calibration, unit, layer:N or none"
+_SOURCES = "calibration, file:PATH, unit, layer:N or none"
 
 
 def write_overlay(
@@ -36,8 +37,9 @@ def write_overlay(
         checkpoint: Its folder; nothing there is changed.
         calibration: Result folder of `page4 calibrate`; None where neither source needs one.
         target, draft: Where the scales come from. `calibration`: each layer's own. `layer:N`: those that were
-            calibrated for another layer, `layer:draft` the MTP layer's. `unit`: 1.0. `none`: none. The middle
-            two are prototypes, and labelled so.
+            calibrated for another layer, `layer:draft` the MTP layer's. `unit`: 1.0. `file:PATH`: those that
+            another tool wrote into a safetensors file. `none`: none. `layer:N` and `unit` are prototypes, and
+            labelled so.
         kv_format: Of an overlay without calibration; a calibration has its own.
 
     Raises:
@@ -154,6 +156,19 @@ def overlay_record(overlay: Overlay) -> dict[str, Any]:
     }
 
 
+def _from_file(file: Path, layers: Sequence[int | None]) -> Sourced:
+    """Scales of layers that another tool wrote.
+
+    Raises:
+        InputError: The file is refused, or has none for a layer.
+    """
+    found = read_scales(file)
+    missing = [layer for layer in layers if layer not in found]
+    if missing:
+        raise InputError(f"{file} has no scales of {describe_layer(missing[0])}")
+    return Sourced(f"file {file.name}", {layer: found[layer] for layer in layers})
+
+
 def _sourced(source: str, layers: Sequence[int | None], calibrated: Mapping[str, ScalePair]) -> Sourced:
     """Scales of layers from a source.
 
@@ -165,6 +180,8 @@ def _sourced(source: str, layers: Sequence[int | None], calibrated: Mapping[str,
         return Sourced("none", {})
     if source == "unit":
         return Sourced("unit", dict.fromkeys(layers, UNIT_SCALES))
+    if kind == "file" and colon:
+        return _from_file(Path(layer), layers)
     if source != "calibration" and not (kind == "layer" and colon):
         raise InputError(f"{source!r} is no source of scales; choose {_SOURCES}")
     if not calibrated:

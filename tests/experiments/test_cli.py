@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from page4.experiments import acceptance
+from page4.experiments import acceptance, cli
 from page4.experiments.acceptance import AcceptanceConfig
 from page4.experiments.cli import run
 from page4.experiments.cli_study import result_folder
 from page4.experiments.progress import Reporter
 from page4.kernels.errors import InputError
+from page4.kvcache.overlay import PrototypeScales
 
 COMMANDS = (
     "acceptance",
@@ -172,3 +173,9 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "kv_formats",
         "kv_scale_bytes",
     }
+
+
+def test_a_warning_of_the_package_is_one_line_without_a_place() -> None:
+    shown = cli._format_warning("scales", PrototypeScales, "file.py", 3)
+    assert shown == "page4: warning: scales\n"
+    assert "file.py:3" in cli._format_warning("old", DeprecationWarning, "file.py", 3)

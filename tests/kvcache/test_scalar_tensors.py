@@ -57,6 +57,7 @@ def entry(start: int, end: int, **changes: Any) -> dict[str, Any]:
         (file(b"{"), "is not valid JSON"),
         (file([1]), "is no JSON object"),
         (file({"a": entry(0, 4), "b": entry(0, 4)}), "not one scalar for each name"),
+        (file({"a": entry(0, 4), "b": entry(0, 4)}, b"\0\0\x80?"), "not one scalar for each name"),
         (file({"a": entry(0, 4)}), "not one scalar for each name"),
         (file({"a": entry(0, 4), "b": entry(4, 8)}, b"\0" * 9), "not one scalar for each name"),
         (file({"a": entry(2, 6), "b": entry(0, 4)}), "not one scalar for each name"),

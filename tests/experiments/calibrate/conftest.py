@@ -26,7 +26,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("prompts"), held=300)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny(checkpoint: Path, corpus: Path, prompts: Path) -> Any:
     """Builds configurations of calibrations that take a second: 3 and 2 windows of at most 128 tokens."""
 

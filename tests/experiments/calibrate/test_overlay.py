@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from page4.experiments.acceptance import run as study
 from page4.experiments.calibrate import CalibrateConfig, run
@@ -16,6 +19,7 @@ from page4.experiments.calibrate.overlay import write_overlay
 from page4.experiments.cli import run as command
 from page4.experiments.generate import GenerateConfig, continue_text
 from page4.kernels.errors import InputError
+from page4.kvcache import ScalePair
 from page4.kvcache.overlay import PrototypeScales
 from page4.model import Qwen4ExpForCausalLM
 from page4.model.kv_scales import load_overlay
@@ -26,10 +30,16 @@ Tiny = Callable[..., CalibrateConfig]
 PROMPT = "Anne thought of the sea and of nothing else. "
 
 
+@pytest.fixture(scope="module")
+def calibrated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated") / "calibration"
+    run(tiny(max_windows=2), folder)
+    return folder
+
+
 @pytest.fixture
-def calibration(tiny: Tiny, tmp_path: Path) -> Path:
-    run(tiny(max_windows=2), tmp_path / "calibration")
-    return tmp_path / "calibration"
+def calibration(calibrated: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(calibrated, tmp_path / "calibration"))
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
@@ -73,6 +83,43 @@ def test_prototypes_borrow_or_take_1(checkpoint: Path, calibration: Path, tmp_pa
     assert unit.target[1].k == 1.0 and unit.manifest.prototype
     with pytest.warns(PrototypeScales, match=r"prototype scales of the target .unit."):
         load_overlay(tmp_path / "b", checkpoint, "e4m3", "fp16")
+
+
+def test_scales_of_another_tool_come_from_its_file(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "hf_quant.safetensors"
+    exported = {
+        "model.layers.1.self_attn.k_proj.k_scale": torch.tensor([0.25], dtype=torch.bfloat16),
+        "model.layers.1.self_attn.v_proj.v_scale": torch.tensor(0.1),
+        "model.layers.1.self_attn.k_proj.weight": torch.zeros(2, 2),
+        "mtp.layers.0.self_attn.k_proj.output_scale": torch.tensor(0.5),
+        "mtp.layers.0.self_attn.v_proj.output_scale": torch.tensor(2.0),
+    }
+    save_file(exported, file)
+    overlay = write_overlay(tmp_path / "overlay", checkpoint, None, f"file:{file}", f"file:{file}")
+    assert (overlay.manifest.target, overlay.manifest.prototype) == ("file hf_quant.safetensors", False)
+    assert overlay.target[1] == ScalePair(0.25, float(np.float32(0.1))) and overlay.draft == ScalePair(
+        0.5, 2.0
+    )
+    v_scale = "model.layers.1.self_attn.v_proj.v_scale"
+    for change, message in (
+        (
+            {v_scale: torch.tensor([0.1, 0.2])},
+            r"of shape \[2\], expected one",
+        ),
+        ({v_scale: torch.tensor(1)}, "expected one number"),
+        ({v_scale: torch.tensor(0.0)}, "must be a positive finite"),
+        ({"model.layers.1.self_attn.k_scale": torch.tensor(0.1)}, "is a second k_scale of layer 1"),
+        ({"mtp.layers.0.self_attn.v_proj.output_scale": None}, "has a scale for K and none for V"),
+        (dict.fromkeys([name for name in exported if "mtp" in name]), "has no scales of the draft layer"),
+        (dict.fromkeys([name for name in exported if "scale" in name]), "holds no KV scales"),
+    ):
+        save_file({name: t for name, t in (exported | change).items() if t is not None}, file)
+        with pytest.raises(InputError, match=message):
+            write_overlay(tmp_path / "other", checkpoint, None, f"file:{file}", f"file:{file}")
+    file.write_bytes(b"?")
+    with pytest.raises(InputError, match="not a readable safetensors file"):
+        write_overlay(tmp_path / "other", checkpoint, None, f"file:{file}", "none")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
