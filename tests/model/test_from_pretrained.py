@@ -300,13 +300,23 @@ def test_one_name_in_both_layouts(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight is stored twice" in refusal(write(tmp_path, weights))
 
 
-@pytest.mark.parametrize("file", ["../other.safetensors", "config.json", "a" * 400 + ".safetensors", "\0", 7])
-def test_an_index_that_names_what_is_no_shard(tmp_path: Path, file: str | int) -> None:
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("../other.safetensors", "is no name of a safetensors file in this folder"),
+        ("config.json", "is no name of a safetensors file in this folder"),
+        ("\0", "is no name of a safetensors file in this folder"),
+        (7, "is no name of a safetensors file in this folder"),
+        ("a" * 400 + ".safetensors", "is missing"),
+    ],
+)
+def test_an_index_that_names_what_is_no_shard(tmp_path: Path, file: str | int, complaint: str) -> None:
     folder = write(tmp_path / "model", tiny_weights())
     (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
     names = dict.fromkeys(tiny_weights(), file)
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
-    assert refusal(folder).startswith(str(folder))
+    message = refusal(folder)
+    assert message.startswith(str(folder)) and message.endswith(complaint)
 
 
 def test_a_config_that_does_not_fit_the_weights(tmp_path: Path) -> None:
