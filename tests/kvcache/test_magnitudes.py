@@ -79,3 +79,9 @@ def test_nothing_has_no_maximum() -> None:
     nothing = Magnitudes.of(torch.empty(0, 2, 8, dtype=torch.float16))
     assert nothing.maximum == nothing.percentile(99) == nothing.share_above(0) == 0 == nothing.total
     assert nothing.by_log2() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_counts_as_a_cpu_does() -> None:
+    x = values(6, tokens=5000)
+    assert (Magnitudes.of(x.cuda()).counts == Magnitudes.of(x).counts).all()

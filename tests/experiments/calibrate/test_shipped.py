@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from page4.experiments.calibrate import CalibrateConfig, run
@@ -60,3 +62,15 @@ def test_scales_64_times_too_large_cost_nothing_and_too_small_ones_clip(calibrat
         assert observed.share_above(448 * scale * (1 - 2**-10)) > 0  # the calibrated scale is where it starts
         assert 0 < clipped[-1] < clipped[-2] < clipped[-3] < clipped[-6]
         assert errors[-2] > 1.5 * errors[0] and errors[-6] > 0.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_gpu_finds_nearly_the_same_scales(backend: Literal["reference", "triton"], tmp_path: Path) -> None:
+    """FP16 activations move each maximum a little; the bits are a CPU's."""
+    report = run(CalibrateConfig(device="cuda", backend=backend), tmp_path / "out")
+    scales = load_overlay(OVERLAY, CHECKPOINT)
+    assert scales.draft is not None
+    for pair, layer in zip((*scales.target, scales.draft), report["layers"].values(), strict=True):
+        assert layer["k"]["scale"] == pytest.approx(pair.k, rel=0.03)
+        assert layer["v"]["scale"] == pytest.approx(pair.v, rel=0.03)
