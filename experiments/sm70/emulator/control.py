@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,20 +67,14 @@ class Control:
         """``BRA``; ``.DIV`` and ``.CONV`` jump where the warp's threads are not, or are, all together."""
         *conditions, target = instruction.operands
         assert isinstance(target, Target)
-        reads = [self._operands.predicate(operand) for operand in conditions]
-        numbers = [o.number for o in conditions if isinstance(o, Predicate)]
+        fulfil = self._conditions(instruction, conditions)
         apart, together = "DIV" in instruction.modifiers, "CONV" in instruction.modifiers
-        threads, undefined = self._threads, self._threads.undefined
+        threads = self._threads
 
         def jump(group: Array | None, mask: Array | None) -> int | None:
-            if mask is group and not reads and not apart and not together:
+            if mask is group and not conditions and not apart and not together:
                 return target.index
-            taken = self._everyone(mask)
-            for number, read in zip(numbers, reads, strict=True):
-                wrong = undefined.bits[PREDICATES + number] != 0
-                if undefined.anywhere[PREDICATES + number] and (wrong & taken).any():
-                    raise threads.fail(instruction, wrong & taken, f"P{number} depends on an undefined value")
-                taken = taken & read()
+            taken = fulfil(self._everyone(mask))
             if apart or together:
                 missing = threads.alive & ~self._everyone(group)
                 parted = np.repeat(missing.reshape(-1, WARP).any(1), WARP)
@@ -88,6 +82,24 @@ class Control:
             return self._part(group, taken, target.index, instruction.index + 1)
 
         return jump
+
+    def _conditions(
+        self, instruction: Instruction, conditions: Sequence[Operand]
+    ) -> Callable[[Array], Array]:
+        """Of threads, those for which all predicates among an instruction's operands hold."""
+        reads = [self._operands.predicate(operand) for operand in conditions]
+        numbers = [o.number for o in conditions if isinstance(o, Predicate)]
+        threads, undefined = self._threads, self._threads.undefined
+
+        def fulfil(taken: Array) -> Array:
+            for number, read in zip(numbers, reads, strict=True):
+                wrong = undefined.bits[PREDICATES + number] != 0
+                if undefined.anywhere[PREDICATES + number] and (wrong & taken).any():
+                    raise threads.fail(instruction, wrong & taken, f"P{number} depends on an undefined value")
+                taken = taken & read()
+            return taken
+
+        return fulfil
 
     def _part(self, group: Array | None, taken: Array, target: int, following: int) -> int | None:
         members = self._everyone(group)
@@ -134,10 +146,11 @@ class Control:
         return jump
 
     def exit(self, instruction: Instruction) -> Jump:
-        """``EXIT``."""
+        """``EXIT``, of threads for which the predicates among the operands hold, too."""
+        fulfil = self._conditions(instruction, instruction.operands)
 
         def jump(group: Array | None, mask: Array | None) -> int | None:
-            leaving, members = self._everyone(mask), self._everyone(group)
+            leaving, members = fulfil(self._everyone(mask)), self._everyone(group)
             if not leaving.any():
                 return instruction.index + 1
             self._convergence.counters[members] = instruction.index + 1

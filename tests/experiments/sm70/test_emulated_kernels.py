@@ -24,6 +24,9 @@ from tests.kernels import (
     test_codecs_triton as codecs,
 )
 from tests.kernels import (
+    test_draft_sampling_triton as sampling,
+)
+from tests.kernels import (
     test_gated_delta_triton as delta,
 )
 from tests.kernels import (
@@ -34,6 +37,9 @@ from tests.kernels import (
 )
 from tests.kernels import (
     test_moe_triton as experts,
+)
+from tests.kernels import (
+    test_mtp_verify_triton as verification,
 )
 from tests.kernels import (
     test_page4_attention_triton as attention,
@@ -147,3 +153,15 @@ def test_hyper_connections(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_experts(dtype: torch.dtype) -> None:
     experts.test_every_launch(dtype)
+
+
+@pytest.mark.parametrize(("seed", "max_listed"), [(0, 2048), (3, 2048), (5, 16)])
+def test_verification(seed: int, max_listed: int) -> None:
+    """Greedy and sampled requests, filters, masks, padding and NaN; lists that overflow."""
+    verification.test_tokens_equal_the_reference(1500, seed, max_listed)
+
+
+def test_verification_of_ties_and_drafts() -> None:
+    verification.test_filters_keep_the_lowest_of_equal_tokens()
+    verification.test_nothing_to_recover_gives_the_argmax()
+    sampling.test_tokens_and_stored_bits_equal_the_reference(1500, torch.float16)

@@ -134,6 +134,22 @@ def test_threads_that_exit_are_not_waited_for() -> None:
     np.testing.assert_array_equal(result, np.where(np.arange(64) < 40, 0, np.arange(64)))
 
 
+def test_exit_may_ask_for_two_predicates() -> None:
+    result = np.zeros(WARP, np.uint32)
+    text = """
+        S2R R0, SR_TID.X
+        ISETP.LT.AND P0, PT, R0, 0x10, PT
+        ISETP.GT.AND P1, PT, R0, 0x14, PT
+        @!P0 EXIT P1
+        MOV R4, 0x4
+        IMAD.WIDE R2, R0, R4, c[0x0][0x160]
+        STG.E.SYS [R2], R0
+        EXIT
+    """
+    run(program(text), grid=(1, 1, 1), warps=1, arguments=[result], shared_bytes=0)
+    np.testing.assert_array_equal(result, np.where(LANE <= 0x14, LANE, 0))
+
+
 @pytest.mark.parametrize(
     ("statement", "expected"),
     [
