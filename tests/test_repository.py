@@ -82,7 +82,9 @@ def test_setup_finds_every_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(arguments["packages"]) == expected  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/v100.md", "docs/scales.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/v100.md", "docs/scales.md"]
+)
 def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     commands = {command.name for command in (*app.registered_commands, *app.registered_groups)}
