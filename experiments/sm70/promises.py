@@ -110,7 +110,6 @@ _AMPERE = "page4_attention_ampere_kernel"
 _HOPPER = "page4_attention_hopper_kernel"
 _BY_BITS = tuple(decode_assembly(name, native=False) for name in ("e5m2", "e3m4"))
 _NO_TENSOR_CORES = "tl.dot becomes FFMA, whose operands do not fit into registers"
-_THREE_PROGRAMS = "168 registers, so that three programs fit a multiprocessor; 8 to 24 bytes a thread spill"
 _SIXTY_FOUR = "accumulators of 64 members beside the decoded operands; 8 to 32 bytes a thread spill"
 _GATE = "the gate of finished rows is loaded beside all accumulators; 16 bytes a thread spill, once"
 
@@ -126,8 +125,6 @@ KNOWN = (
     ),
     Known("spills", _PLAIN, 80, _GATE, {"D": (256,), "BM": (32,), "SPLITS": (1,), "FORMAT": ("fp16",)}),
     Known("spills", _AMPERE, 80, _GATE, {"D": (256,), "BM": (32,), "SPLITS": (1,), "DECODE": (None,)}),
-    Known("spills", _HOPPER, 90, _THREE_PROGRAMS, {"D": (256,), "BM": (32,), "DECODE": (None, *_BY_BITS)}),
-    Known("spills", _HOPPER, 90, _THREE_PROGRAMS, {"D": (256,), "BM": (32,), "SPLITS": (1,)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "ROWS": (6, 7, 8)}),
     Known("spills", _HOPPER, 90, _SIXTY_FOUR, {"D": (256,), "BM": (64,), "DECODE": (None,)}),
 )  # fmt: skip
