@@ -21,7 +21,7 @@ from page4.experiments.autotune.predicted_trials import (
 )
 from page4.experiments.autotune.problem import Cell
 from page4.experiments.autotune.problems import problems_on
-from page4.experiments.autotune.record import STEP_COLUMNS, Result, cell_columns, record
+from page4.experiments.autotune.record import STEP_COLUMNS, Result, cell_columns, record, rows_by_cell
 from page4.experiments.autotune.study import plan_cells
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
@@ -180,11 +180,7 @@ def _rows(cell: Cell, trials: Sequence[PredictedTrial], default: Any) -> list[Ro
 
 def _results(cells: Sequence[Cell], rows: Sequence[Row]) -> list[_Found]:
     """The cells that have rows, in the cells' order."""
-    by_cell: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        by_cell.setdefault(tuple(row[name] for name in KEY[:-1]), []).append(row)
-    found = ((cell, by_cell.get(tuple(cell_columns(cell).values()))) for cell in cells)
-    return [_found(cell, own) for cell, own in found if own]
+    return [_found(cell, own) for cell, own in rows_by_cell(cells, rows, KEY[:-1])]
 
 
 def _found(cell: Cell, rows: Sequence[Row]) -> _Found:

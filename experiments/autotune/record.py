@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,19 @@ class Result:
 
 def results(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Result]:
     """The results of those cells that have rows, in the cells' order."""
+    return [_result(cell, own) for cell, own in rows_by_cell(cells, rows, TRIAL_KEY[:-1])]
+
+
+def rows_by_cell(
+    cells: Sequence[Cell], rows: Sequence[Row], key: Sequence[str]
+) -> Iterator[tuple[Cell, list[Row]]]:
+    """Those cells that have rows, in the cells' order, with them; ``key`` names the columns of a cell."""
     by_cell: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        by_cell.setdefault(tuple(row[name] for name in TRIAL_KEY[:-1]), []).append(row)
-    found = ((cell, by_cell.get(tuple(cell_columns(cell).values()))) for cell in cells)
-    return [_result(cell, own) for cell, own in found if own]
+        by_cell.setdefault(tuple(row[name] for name in key), []).append(row)
+    for cell in cells:
+        if own := by_cell.get(tuple(cell_columns(cell).values())):
+            yield cell, own
 
 
 def _result(cell: Cell, rows: Sequence[Row]) -> Result:
