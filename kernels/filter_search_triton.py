@@ -119,7 +119,9 @@ def _last_tie(
 ):  # fmt: skip
     """The token that is number ``ties`` (from 1), from the lowest on, of those that have the key."""
     b_token = _load_tokens(p_tokens, listed, tl.arange(0, CHUNK))
-    low = tl.full([], -1, tl.int32)
+    # Number n is token n - 1 or a later one. With a constant instead, a vocabulary of one would make the loop
+    # dead code, on whose loads Triton 3.6 fails.
+    low = ties - 2
     high = vocabulary - 1
     while high - low > 1:
         middle = (low + high) // 2

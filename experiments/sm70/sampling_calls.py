@@ -35,7 +35,7 @@ def sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 def _verify(rows: int, sampled: bool = False, constrained: bool = False) -> None:
     drafts = rows - 1
     logits = torch.empty(REQUESTS, rows, VOCABULARY, dtype=torch.float16)
-    words = torch.empty(REQUESTS, rows, VOCABULARY // 32, dtype=torch.int32)
+    words = torch.empty(REQUESTS, rows, -(-VOCABULARY // 32), dtype=torch.int32)
     verify_triton(
         logits,
         torch.empty(REQUESTS, drafts, dtype=torch.int64),
