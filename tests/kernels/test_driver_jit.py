@@ -129,6 +129,8 @@ COMPARED = (
     "prepare-int8", "verify", "drafts", "streams", "experts",
     "delta-verify", "delta-chunk", "convolution", "product",
 )  # fmt: skip
+# Lists in parallel, a row each, that programs append to as they come: the order of entries means nothing.
+LISTS = {"gather_rows_kernel": ("p_listed", "p_tokens")}
 specified = pytest.mark.parametrize(("kernels", "specification"), SPECIFICATIONS.values(), ids=SPECIFICATIONS)
 
 
@@ -190,6 +192,15 @@ def check_same(name: str, gpu: Tensor, emulated: Tensor) -> None:
             assert (a - b).abs().max() <= 2.0**-9 * b.abs().max(), name
 
 
+def entries(logits: Tensor, tokens: Tensor) -> Tensor:
+    """What lists ``[N, C]`` of 32-bit values hold in any order: each row's pairs as int64, ascending.
+
+    Places that nothing was written to count too. Copies of the same memory agree in them.
+    """
+    high, low = logits.cpu().view(torch.int32).long(), tokens.cpu().view(torch.int32).long()
+    return ((high << 32) | (low & 0xFFFFFFFF)).sort(dim=1).values
+
+
 @pytest.fixture
 def driver() -> Driver:
     torch.empty(1, device="cuda")  # PyTorch's context becomes the current one
@@ -224,9 +235,15 @@ def test_the_emulator_computes_what_a_gpu_computes(
         execute()
         torch.cuda.synchronize()
         emulate(reading_compiler, binary, launch, copies)
-        for argument, value, copy in zip(launch.job(70).signature, values, copies, strict=True):
+        kernel, names = launch.kernel.fn.__name__, list(launch.job(70).signature)
+        on_gpu, emulated = dict(zip(names, values, strict=True)), dict(zip(names, copies, strict=True))
+        lists = LISTS.get(kernel)
+        if lists:
+            found, expected = (entries(*(of.pop(name) for name in lists)) for of in (on_gpu, emulated))
+            check_same(f"{kernel} {' and '.join(lists)}", found, expected)
+        for argument, value in on_gpu.items():
             if isinstance(value, Tensor):
-                check_same(f"{launch.kernel.fn.__name__} {argument}", value.cpu(), copy)
+                check_same(f"{kernel} {argument}", value.cpu(), emulated[argument])
 
     with driver_launches(reading_compiler, driver, watch) as launches:
         specification()
@@ -246,6 +263,15 @@ def test_copies_share_memory_as_the_tensors_do() -> None:
     assert copies[1] == 5 and torch.equal(copies[0], values[0]) and torch.equal(copies[2], values[2])
     copies[2].zero_()
     assert copies[0].tolist() == [[1, 2], [5, 0], [0, 0]] and memory[6] == 6.0
+
+
+def test_lists_are_the_same_in_any_order_of_whole_entries() -> None:
+    logits, tokens = torch.tensor([[2.0, -1.0, torch.nan]]), torch.tensor([[7, 5, 3]], dtype=torch.int32)
+    order = torch.tensor([1, 0, 2])
+    assert torch.equal(entries(logits, tokens), entries(logits[:, order], tokens[:, order]))
+    others = ((logits, tokens[:, order]), (logits[:, order], tokens), (logits, tokens.clamp_max(6)))
+    for other in (*others, (logits.clamp_max(1.0), tokens)):
+        assert not torch.equal(entries(logits, tokens), entries(*other))
 
 
 def test_what_differs_is_not_the_same() -> None:
