@@ -100,7 +100,7 @@ class QSALayerCache:
         self.format = kv_format
         self.k_scale, self.v_scale = scales.k, scales.v
         self._tables = tables
-        pages, device = tables.allocator.total, tables.device
+        pages, device = tables.pool.total, tables.device
         ratio = geometry.compress_ratio
         shape = (pages, geometry.kv_heads, PAGE_TOKENS, geometry.head_dim)
         self.k_pages = torch.zeros(shape, dtype=kv_format.storage, device=device)

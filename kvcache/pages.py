@@ -1,4 +1,4 @@
-"""Pages of 16 tokens: who owns which."""
+"""Pages of 16 tokens: block tables of requests."""
 
 from __future__ import annotations
 
@@ -10,55 +10,9 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
+from .page_pool import PagePool
+
 PAGE_TOKENS = 16
-
-
-class PageAllocator:
-    """Hands out page ids; every page has one owner and is freed once.
-
-    A page id means the same tokens in every layer: all layers share the block tables.
-    """
-
-    def __init__(self, pages: int) -> None:
-        self.total = pages
-        self._free = list(range(pages - 1, -1, -1))
-        self._owned: set[int] = set()
-
-    @property
-    def free(self) -> int:
-        """Pages nobody owns."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` pages.
-
-        Raises:
-            InputError: fewer are free.
-        """
-        if count > len(self._free):
-            raise InputError(
-                f"the KV cache has {len(self._free)} of {self.total} pages free, {count} more are needed: "
-                f"raise max_tokens (now {self.total * PAGE_TOKENS})"
-            )
-        pages = [self._free.pop() for _ in range(count)]
-        self._owned.update(pages)
-        return pages
-
-    def release(self, pages: list[int]) -> None:
-        """Gives pages back; giving one back twice, or one never taken, is an error of the program."""
-        for page in pages:
-            if page not in self._owned:
-                raise RuntimeError(f"page {page} is freed but not owned: double free or foreign page")
-            self._owned.remove(page)
-            self._free.append(page)
-
-    def check(self, tables: list[list[int]]) -> None:
-        """Accounting: the tables hold every owned page exactly once, and the rest is free."""
-        held = [page for table in tables for page in table]
-        if len(held) != len(set(held)):
-            raise RuntimeError("a page stands in two block tables")
-        if set(held) != self._owned or len(held) + len(self._free) != self.total:
-            raise RuntimeError(f"{len(self._owned)} pages owned, {len(held)} in block tables: pages leaked")
 
 
 @dataclass(frozen=True)
@@ -89,7 +43,7 @@ class BlockTables:
     def __init__(
         self, requests: int, pages: int, device: torch.device, pages_per_request: int | None = None
     ) -> None:
-        self.allocator = PageAllocator(pages)
+        self.pool = PagePool(pages, PAGE_TOKENS)
         self.device = device
         self._pages: dict[int, list[int]] = {}
         self._closed = list(range(requests))
@@ -116,21 +70,27 @@ class BlockTables:
             InputError: too few pages are free, or the request would hold too many; nothing is taken then.
         """
         pages = self._pages[request]
-        more = pages_for(length) - len(pages)
-        if more <= 0:
+        more = self.missing(request, length)
+        if more == 0:
             return
         if len(pages) + more > self._tables.shape[1]:
             raise InputError(
                 f"{length} tokens are more than one request may hold, {self._tables.shape[1] * PAGE_TOKENS}"
             )
-        new = self.allocator.allocate(more)
-        pinned = torch.tensor(new, pin_memory=self.device.type == "cuda")
-        self._tables[request, len(pages) : len(pages) + more].copy_(pinned, non_blocking=True)
-        pages.extend(new)
+        self._append(request, self.pool.allocate(more))
+
+    def missing(self, request: int, length: int) -> int:
+        """Pages that :meth:`reserve` would take."""
+        return max(0, pages_for(length) - len(self._pages[request]))
+
+    def share(self, request: int, pages: list[int]) -> None:
+        """Appends pages that others hold, or that are kept, to a request's table."""
+        self.pool.share(pages)
+        self._append(request, pages)
 
     def close(self, request: int) -> None:
-        """Frees the request's pages and its row."""
-        self.allocator.release(self._pages.pop(request))
+        """Gives the request's pages back, and its row."""
+        self.pool.release(self._pages.pop(request))
         self._tables[request].fill_(-1)
         heapq.heappush(self._closed, request)
 
@@ -153,12 +113,20 @@ class BlockTables:
         return RequestPages(self._tables[requests, : pages_for(length)])
 
     def pages(self, request: int) -> list[int]:
-        """The pages a request owns, in the order of its tokens."""
+        """The pages a request holds, in the order of its tokens."""
         return list(self._pages[request])
 
     def check(self) -> None:
-        """Raises RuntimeError on a leaked, shared or doubly freed page."""
-        self.allocator.check(list(self._pages.values()))
+        """Raises RuntimeError on a page that leaked or was freed twice."""
+        self.pool.check(list(self._pages.values()))
+
+    def _append(self, request: int, new: list[int]) -> None:
+        if not new:
+            return
+        held = self._pages[request]
+        pinned = torch.tensor(new, pin_memory=self.device.type == "cuda")
+        self._tables[request, len(held) : len(held) + len(new)].copy_(pinned, non_blocking=True)
+        held.extend(new)
 
 
 def pages_for(tokens: int) -> int:

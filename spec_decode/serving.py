@@ -108,7 +108,7 @@ class Server:
                 f"the prompt has {len(served.prompt)} tokens and {served.max_new_tokens} more are asked for, "
                 f"max_length is {limit}"
             )
-        total = self.decoder.cache.tables.allocator.total
+        total = self.decoder.cache.tables.pool.total
         if self._pages(served) > total:
             raise InputError(
                 f"the request may need {self._pages(served)} pages, the cache has {total}: raise max_tokens"
@@ -156,7 +156,7 @@ class Server:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.decoder.config.max_requests:
             promised = sum(map(self._pages, self._running.values()))
-            if promised + self._pages(self._waiting[0]) > self.decoder.cache.tables.allocator.total:
+            if promised + self._pages(self._waiting[0]) > self.decoder.cache.tables.pool.total:
                 return
             served = self._waiting.popleft()
             self._running[self.decoder.open(served.prompt, served.sampling)] = served

@@ -134,7 +134,7 @@ def test_each_kind_is_that_of_its_tensors(name: str) -> None:
     chosen = config(geometry, "int8", "fp16", num_draft_tokens=3, max_requests=2, max_tokens=64)
     cache = HybridCache(geometry, chosen, torch.float16, torch.device("cpu"))
     found = cache_bytes(geometry, chosen, torch.float16)
-    tokens = cache.tables.allocator.total * 16
+    tokens = cache.tables.pool.total * 16
     sparse = [*cache.qsa, *([cache.draft.mixer] if cache.draft else [])]
     assert found.kv == sum(layer.kv_bytes_per_token * tokens for layer in cache.qsa)
     assert found.draft_kv == sum(layer.kv_bytes_per_token * tokens for layer in sparse[len(cache.qsa) :])

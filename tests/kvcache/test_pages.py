@@ -1,4 +1,4 @@
-"""Pages: every one has one owner, is freed once, and none is lost."""
+"""Block tables: what a request holds, where its tokens lie, and what comes back."""
 
 from __future__ import annotations
 
@@ -8,71 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from page4.kernels.errors import InputError
-from page4.kvcache.pages import PAGE_TOKENS, BlockTables, PageAllocator, RequestPages
+from page4.kvcache.pages import PAGE_TOKENS, BlockTables, RequestPages
 
 CPU = torch.device("cpu")
-
-
-def test_pages_are_distinct_until_all_are_taken() -> None:
-    allocator = PageAllocator(5)
-    taken = allocator.allocate(2) + allocator.allocate(3)
-    assert sorted(taken) == [0, 1, 2, 3, 4]
-    assert allocator.free == 0
-
-
-def test_exhaustion_says_what_is_free_what_is_needed_and_what_to_raise() -> None:
-    allocator = PageAllocator(5)
-    allocator.allocate(3)
-    with pytest.raises(InputError) as caught:
-        allocator.allocate(4)
-    assert str(caught.value) == (
-        "the KV cache has 2 of 5 pages free, 4 more are needed: raise max_tokens (now 80)"
-    )
-    assert allocator.free == 2, "a refused request takes nothing"
-
-
-def test_released_pages_are_handed_out_again() -> None:
-    allocator = PageAllocator(2)
-    pages = allocator.allocate(2)
-    allocator.release(pages)
-    assert sorted(allocator.allocate(2)) == sorted(pages)
-
-
-@pytest.mark.parametrize("page", [0, 99])
-def test_a_page_that_is_not_owned_cannot_be_freed(page: int) -> None:
-    allocator = PageAllocator(4)
-    with pytest.raises(RuntimeError, match=f"page {page} is freed but not owned"):
-        allocator.release([page])
-
-
-def test_a_double_free_is_found() -> None:
-    allocator = PageAllocator(4)
-    (page,) = allocator.allocate(1)
-    allocator.release([page])
-    with pytest.raises(RuntimeError, match="double free"):
-        allocator.release([page])
-
-
-def test_a_leak_is_found() -> None:
-    allocator = PageAllocator(4)
-    kept = allocator.allocate(1)
-    allocator.check([kept])
-    with pytest.raises(RuntimeError, match="1 pages owned, 0 in block tables: pages leaked"):
-        allocator.check([])
-
-
-def test_a_shared_page_is_found() -> None:
-    allocator = PageAllocator(4)
-    pages = allocator.allocate(2)
-    with pytest.raises(RuntimeError, match="a page stands in two block tables"):
-        allocator.check([pages, pages[:1]])
-
-
-def test_a_table_with_a_foreign_page_is_found() -> None:
-    allocator = PageAllocator(4)
-    pages = allocator.allocate(2)
-    with pytest.raises(RuntimeError):
-        allocator.check([[*pages, 3]])
 
 
 def test_slots_follow_the_block_table_not_the_position() -> None:
@@ -106,6 +44,22 @@ def test_a_table_grows_with_its_request_and_never_moves() -> None:
         held = table
 
 
+def test_a_shared_page_stands_in_both_tables_and_is_freed_with_the_last() -> None:
+    tables = BlockTables(requests=2, pages=4, device=CPU)
+    first, second = tables.open(), tables.open()
+    tables.reserve(first, 40)
+    tables.share(second, tables.pages(first)[:2])
+    assert tables.missing(second, 40) == 1
+    tables.reserve(second, 40)
+    assert tables.tensor[second].tolist()[:2] == tables.tensor[first].tolist()[:2]
+    tables.check()
+    tables.close(first)
+    assert tables.pool.free == 1
+    tables.close(second)
+    tables.check()
+    assert tables.pool.free == 4
+
+
 def test_request_rows_run_out_with_a_message() -> None:
     tables = BlockTables(requests=2, pages=8, device=CPU)
     assert {tables.open(), tables.open()} == {0, 1}
@@ -118,9 +72,9 @@ def test_a_closed_request_gives_back_its_row_and_pages() -> None:
     for _ in range(3):
         request = tables.open()
         tables.reserve(request, 64)
-        assert tables.allocator.free == 0
+        assert tables.pool.free == 0
         tables.close(request)
-        assert tables.allocator.free == 4
+        assert tables.pool.free == 4
     with pytest.raises(KeyError):
         tables.close(request)
 
@@ -144,7 +98,7 @@ def test_accounting_holds_after_any_sequence_of_operations(operations: list[tupl
             pass  # out of rows or pages: nothing changed
         tables.check()
         held = [page for r in open_requests for page in tables.pages(r)]
-        assert len(held) == len(set(held)) == 10 - tables.allocator.free
+        assert len(held) == len(set(held)) == 10 - tables.pool.free
 
 
 def test_one_request_may_hold_so_many_pages_and_no_more() -> None:

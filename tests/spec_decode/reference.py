@@ -60,7 +60,7 @@ def run(
     generations, _ = generate(decoder, prompts, new_tokens, stop)
     tables = decoder.cache.tables
     tables.check()
-    assert tables.allocator.free == tables.allocator.total
+    assert tables.pool.free == tables.pool.total
     return generations
 
 

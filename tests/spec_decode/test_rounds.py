@@ -21,7 +21,7 @@ def measure(decoder: SpeculativeDecoder, texts: list[list[int]], prefixes: list[
     """The result, after checking that every page came back."""
     result = measure_rounds(decoder, texts, prefixes)
     decoder.cache.tables.check()
-    assert decoder.cache.tables.allocator.free == decoder.cache.tables.allocator.total
+    assert decoder.cache.tables.pool.free == decoder.cache.tables.pool.total
     return result
 
 

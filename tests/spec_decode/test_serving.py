@@ -19,7 +19,7 @@ def settle(decoder: SpeculativeDecoder) -> None:
     """Every page came back."""
     tables = decoder.cache.tables
     tables.check()
-    assert tables.allocator.free == tables.allocator.total
+    assert tables.pool.free == tables.pool.total
 
 
 @pytest.mark.parametrize("overlap", [False, True])
