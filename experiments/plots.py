@@ -41,12 +41,11 @@ def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
 
 
 def plot_step_times(series: Sequence[Series], title: str, note: str) -> Figure:
-    """Step times in milliseconds against context length, both logarithmic, a line per arm."""
+    """Step times in milliseconds against context length, a line per arm."""
     figure, axes = _figure(title, note, lines=len(series))
     for index, line in enumerate(series):
         _line(axes, line, index)
     _length_axis(axes, series)
-    axes.set_yscale("log")
     axes.set_ylabel("step time (ms)")
     _legend(figure, axes, len(series))
     return figure

@@ -1,15 +1,13 @@
 """On a GPU, with the shipped model: speculation changes no token of long continuations of real text.
 
 With 64 segments of 256 tokens. Verification multiplies K + 1 rows at once where plain decoding multiplies
-one, and a sum in another order may be another number, so the model runs in FP32, where that seldom decides
-anything; where it does, the two best tokens must be as good as equal. Anything else is corruption.
+one, and a sum in another order may be another number, so the model runs in FP32, where that decides nothing.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.prompt_windows import SHIPPED, load_texts
@@ -22,8 +20,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU and the shipped checkpoint",
 )
 SEGMENTS, NEW, PROMPT = 64, 256, 192
-# What rounding has moved is stored as another code now and then; logits follow by about this.
-NEAR = 0.02
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +53,4 @@ def test_speculation_changes_no_token(
         outputs.append([generation.tokens for generation in generations])
     differing = [i for i, (a, b) in enumerate(zip(*outputs, strict=True)) if a != b]
     print(f"{kv_format}, concurrency {concurrency}: {len(differing)} of {SEGMENTS} segments differ")
-    for i in differing:
-        plain, speculative = outputs[0][i], outputs[1][i]
-        at = next(j for j, (a, b) in enumerate(zip(plain, speculative, strict=True)) if a != b)
-        logits = last_logits(trained, prompts[i] + plain[:at])
-        gap = float(logits.max() - logits[[plain[at], speculative[at]]].min())
-        assert gap <= NEAR, f"segment {i} differs at token {at} by {gap}: corruption"
-    assert len(differing) <= 1
-
-
-def last_logits(model: Qwen4ExpForCausalLM, tokens: list[int]) -> Tensor:
-    return model(torch.tensor([tokens], device="cuda")).logits[0, -1]
+    assert not differing
