@@ -26,7 +26,10 @@ def generate(
         Path | None, typer.Option(metavar="DIR", help="Checkpoint; the shipped one by default.")
     ] = None,
     kv_format: Annotated[
-        str | None, typer.Option("--format", metavar="FORMAT", help="KV format of the target.")
+        str | None,
+        typer.Option(
+            "--format", metavar="FORMAT", help="KV format of the target; may differ by layer: e4m3,3:fp16."
+        ),
     ] = None,
     draft_format: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="KV format of the draft; the target's by default.")

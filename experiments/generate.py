@@ -13,8 +13,9 @@ from page4.experiments.device import resolve_device
 from page4.experiments.info import CHECKPOINT, OVERLAY
 from page4.experiments.tokenizer import TextStream, load_tokenizer
 from page4.kernels.errors import InputError
-from page4.kvcache import KVScales, get_format
-from page4.model import Qwen4ExpForCausalLM
+from page4.kvcache import KVScales, LayerFormats
+from page4.kvcache.layer_formats import draft_format
+from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM
 from page4.model.kv_scales import load_overlay
 from page4.spec_decode import (
     DecoderConfig,
@@ -37,7 +38,7 @@ class GenerateConfig:
         device: auto takes a GPU when there is one.
         backend: `reference` or `triton`; by default what the device has.
         kv_format, draft_kv_format: of the target's and the draft's cache; the draft's is the target's by
-            default.
+            default. The target's may differ by layer: "e4m3,3:fp16" is fp16 in layer 3 and e4m3 elsewhere.
         scales: Static scales: calibrated from the "prompt", the "shipped" checkpoint's overlay, or the folder
             of another.
         allow_unit_target_scales: With an overlay that has no target scales, take 1.0 for all of them.
@@ -112,6 +113,7 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
         raise InputError("the prompt is empty")
     device = resolve_device(config.device)
     overlaid = None if config.scales == "prompt" else _overlaid(config, folder)
+    LayerFormats(config.kv_format).of(Qwen4ExpConfig.from_file(folder / "config.json").qsa_layers)
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=device, backend=config.backend)
     limit = model.config.max_position_embeddings
     if len(tokens) + config.max_new_tokens > limit:
@@ -152,14 +154,12 @@ def _overlaid(config: GenerateConfig, checkpoint: Path) -> KVScales:
 
 def _calibrated(config: GenerateConfig, model: Qwen4ExpForCausalLM, tokens: list[int]) -> KVScales | None:
     """Static scales from the prompt, for the formats that need them."""
-    names = config.kv_format, config.draft_kv_format or config.kv_format
-    static = {name for name in names if get_format(name).needs_scale}
-    if not static:
+    target = LayerFormats(config.kv_format)
+    draft = draft_format(target, config.draft_kv_format)
+    if not any(used.needs_scale for used in (*target.distinct, draft)):
         return None
     observation = observe_texts(model, [tokens], config.prefill_chunk)
-    found = {name: observation.scales(name) for name in static}
-    target, draft = (found.get(name) for name in names)
-    return KVScales(target.target if target else (), draft.draft if draft else None)
+    return observation.scales_for(config.kv_format, config.draft_kv_format)
 
 
 def _report(
@@ -174,7 +174,7 @@ def _report(
         "prompt_tokens": len(request.prompt),
         "new_tokens": len(request.tokens),
         "kv_format": config.kv_format,
-        "draft_kv_format": config.draft_kv_format or config.kv_format,
+        "draft_kv_format": draft_format(LayerFormats(config.kv_format), config.draft_kv_format).name,
         "backend": model.backend,
         "device": str(model.device),
         "accepted": request.accepted,

@@ -2,6 +2,7 @@
 
 from .cache import CacheConfig, CacheGeometry, HybridCache
 from .formats import FORMAT_NAMES, KVFormat, get_format
+from .layer_formats import LayerFormats
 from .scales import KVScales, ScalePair, scale_for_maximum
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "HybridCache",
     "KVFormat",
     "KVScales",
+    "LayerFormats",
     "ScalePair",
     "get_format",
     "scale_for_maximum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
-from .formats import KVFormat, get_format
+from .formats import KVFormat
+from .layer_formats import LayerFormats, draft_format
 from .pages import PAGE_TOKENS, BlockTables, RequestPages, pages_for
 from .recurrent import ConvSlots, GatedDeltaSlots
 from .scales import UNIT_SCALES, KVScales, ScalePair
@@ -35,16 +37,23 @@ class CacheGeometry:
     ple_length: int
     has_draft: bool
 
+    @property
+    def qsa_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have K/V, the MTP layer not among them."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "qsa_attention")
+
 
 @dataclass(frozen=True)
 class CacheConfig:
     """What a user chooses.
 
     Attributes:
-        kv_format: format of the target's K/V.
-        draft_kv_format: format of the MTP layer's K/V; None means the target's.
+        kv_format: format of the target's K/V, of all QSA layers or with exceptions: see
+            :class:`~page4.kvcache.layer_formats.LayerFormats`.
+        draft_kv_format: format of the MTP layer's K/V; None means the target's, exceptions aside.
         scales: static scales; required by formats that need them, refused by int8, whose scales are computed
-            per token and KV head, ignored by fp16 and fp32.
+            per token and KV head, ignored by fp16 and fp32. Where formats differ by layer, the pairs of
+            layers that need none are not read.
         num_draft_tokens: K; sets the recurrent slots (K+1) and the raw-key ring.
         max_requests: rows for requests that are open at once.
         max_tokens: tokens that all open requests may hold together (rounded up to pages).
@@ -154,8 +163,8 @@ class HybridCache:
         tables: block tables.
 
     Raises:
-        InputError: unknown format, a format without the scales it needs or with scales that it refuses, or a
-            size below 1.
+        InputError: unknown format, one for a layer that has no K/V, one without the scales it needs or with
+            scales that it refuses, or a size below 1.
     """
 
     def __init__(
@@ -175,12 +184,14 @@ class HybridCache:
         self.tables = BlockTables(config.max_requests, pages, device, most)
         self.recurrent: list[ConvSlots | GatedDeltaSlots] = []
         self._device, self._dtype, self._geometry = device, activation_dtype, geometry
-        target, draft = _formats(config)
-        target_scales, draft_scales = _scales(config, geometry, target, draft)
-        qsa_scales = iter(target_scales)
+        chosen = LayerFormats(config.kv_format)
+        target, draft = chosen.of(geometry.qsa_layers), draft_format(chosen, config.draft_kv_format)
+        target_scales = _target_scales(config, target)
+        draft_scales = _draft_scales(config, geometry, draft)
+        stored = iter(zip(target, target_scales, strict=True))
         self.layers = [
             LayerCache(
-                QSALayerCache(geometry, config, target, next(qsa_scales), self.tables)
+                QSALayerCache(geometry, config, *next(stored), self.tables)
                 if kind == "qsa_attention"
                 else self._delta_slots(),
                 self._conv_slots(geometry.ple_length, geometry.ple_channels, torch.float32)
@@ -266,35 +277,36 @@ class HybridCache:
         return slots
 
 
-def _formats(config: CacheConfig) -> tuple[KVFormat, KVFormat]:
-    target = get_format(config.kv_format)
-    return target, target if config.draft_kv_format is None else get_format(config.draft_kv_format)
+def _target_scales(config: CacheConfig, formats: tuple[KVFormat, ...]) -> tuple[ScalePair, ...]:
+    """Scales of every QSA layer; unit for formats that carry none, refused when missing."""
+    given = config.scales.target if config.scales is not None else ()
+    static = [used.name for used in formats if used.needs_scale]
+    if not static:
+        _refuse_given("", formats, given)
+        return (UNIT_SCALES,) * len(formats)
+    if len(given) != len(formats):
+        raise InputError(
+            f"KV format {static[0]} needs a K and a V scale for each of {len(formats)} QSA layers, "
+            f"{len(given)} given"
+        )
+    return tuple(pair if used.needs_scale else UNIT_SCALES for used, pair in zip(formats, given, strict=True))
 
 
-def _scales(
-    config: CacheConfig, geometry: CacheGeometry, target: KVFormat, draft: KVFormat
-) -> tuple[tuple[ScalePair, ...], ScalePair]:
-    """Scales of every QSA layer and of the draft; unit for formats that carry none, refused when missing."""
-    layers = geometry.layer_types.count("qsa_attention")
-    scales = config.scales
-    for whose, kv_format, given in (
-        ("", target, scales and scales.target),
-        ("draft ", draft, scales and scales.draft),
-    ):
-        if kv_format.has_token_scales and given:
+def _draft_scales(config: CacheConfig, geometry: CacheGeometry, draft: KVFormat) -> ScalePair:
+    """Scales of the MTP layer; unit for a format that carries none, refused when missing."""
+    given = config.scales.draft if config.scales is not None else None
+    if not draft.needs_scale:
+        _refuse_given("draft ", [draft], given)
+        return UNIT_SCALES
+    if given is None and geometry.has_draft:
+        raise InputError(f"draft KV format {draft.name} needs its own K and V scale, none given")
+    return given or UNIT_SCALES
+
+
+def _refuse_given(whose: str, formats: Sequence[KVFormat], given: object) -> None:
+    for used in formats:
+        if used.has_token_scales and given:
             raise InputError(
-                f"{whose}KV format {kv_format.name} computes a scale per token and KV head: "
+                f"{whose}KV format {used.name} computes a scale per token and KV head: "
                 "leave out its static scales"
             )
-    if target.needs_scale:
-        have = len(scales.target) if scales is not None else 0
-        if scales is None or have != layers:
-            raise InputError(
-                f"KV format {target.name} needs a K and a V scale for each of {layers} QSA layers, "
-                f"{have} given"
-            )
-    if draft.needs_scale and geometry.has_draft and (scales is None or scales.draft is None):
-        raise InputError(f"draft KV format {draft.name} needs its own K and V scale, none given")
-    target_scales = scales.target if scales is not None and target.needs_scale else (UNIT_SCALES,) * layers
-    draft_scales = scales.draft if scales is not None and draft.needs_scale else None
-    return target_scales, draft_scales or UNIT_SCALES

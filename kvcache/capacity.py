@@ -14,7 +14,8 @@ import torch
 from page4.kernels.errors import InputError
 
 from .cache import CacheConfig, CacheGeometry
-from .formats import KVFormat, get_format
+from .formats import KVFormat
+from .layer_formats import LayerFormats, draft_format
 from .pages import PAGE_TOKENS, pages_for
 
 _TABLE_ENTRY = torch.int64.itemsize
@@ -58,7 +59,7 @@ def cache_bytes(geometry: CacheGeometry, config: CacheConfig, activation_dtype: 
     state has one request more than ``max_requests``: padding points there.
 
     Raises:
-        InputError: unknown format.
+        InputError: unknown format, or one for a layer that has no K/V.
     """
     requests = config.max_requests
     pages = pages_for(config.max_tokens) + requests
@@ -78,13 +79,17 @@ def cache_bytes(geometry: CacheGeometry, config: CacheConfig, activation_dtype: 
 
 
 def page_bytes(geometry: CacheGeometry, config: CacheConfig) -> CacheBytes:
-    """Bytes of a page of 16 tokens, in all layers."""
-    target = get_format(config.kv_format)
-    draft = target if config.draft_kv_format is None else get_format(config.draft_kv_format)
+    """Bytes of a page of 16 tokens, in all layers.
+
+    Raises:
+        InputError: unknown format, or one for a layer that has no K/V.
+    """
+    chosen = LayerFormats(config.kv_format)
+    draft = draft_format(chosen, config.draft_kv_format)
     targets, drafts = _sparse_layers(geometry)
     keys = PAGE_TOKENS // geometry.compress_ratio * geometry.index_dim * config.index_dtype.itemsize
     return CacheBytes(
-        kv=targets * _kv_page(geometry, target),
+        kv=sum(_kv_page(geometry, used) for used in chosen.of(geometry.qsa_layers)),
         draft_kv=drafts * _kv_page(geometry, draft),
         compressed_keys=(targets + drafts) * keys,
     )
@@ -164,7 +169,7 @@ def rank_geometry(geometry: CacheGeometry, degree: int) -> CacheGeometry:
 
 def _sparse_layers(geometry: CacheGeometry) -> tuple[int, int]:
     """QSA layers of the target and of the draft."""
-    return geometry.layer_types.count("qsa_attention"), int(geometry.has_draft)
+    return len(geometry.qsa_layers), int(geometry.has_draft)
 
 
 def _kv_page(geometry: CacheGeometry, kv_format: KVFormat) -> int:

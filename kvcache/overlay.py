@@ -11,6 +11,7 @@ from pathlib import Path
 from page4.kernels.errors import InputError
 
 from .formats import KVFormat, get_format
+from .layer_formats import LayerFormats, draft_format
 from .overlay_manifest import MANIFEST_FILE, PROVENANCE_FILE, Manifest, is_prototype
 from .overlay_names import (
     DRAFT_FILE,
@@ -75,7 +76,10 @@ class Overlay:
     ) -> KVScales:
         """The scales that a target and a draft of these formats need, and none that they do not.
 
+        A target of several formats gets those of all its layers if any of them needs some.
+
         Args:
+            kv_format: the target's, of all layers or by layer, see :class:`LayerFormats`.
             draft_kv_format: the target's by default.
             allow_unit_target_scales: take 1.0 for every target layer if the overlay has no target scales; a
                 warning says so.
@@ -83,19 +87,22 @@ class Overlay:
             InputError: scales that a format needs are missing, are another format's, or neither format needs
                 any: formats that compute scales as they write, for example.
         """
-        target, draft = get_format(kv_format), get_format(draft_kv_format or kv_format)
-        users = [("target", target, self.manifest.target)]
+        chosen = LayerFormats(kv_format)
+        draft = draft_format(chosen, draft_kv_format)
+        targets = list(dict.fromkeys(chosen.of(base.layers)))
+        users = [("target", used, self.manifest.target) for used in targets]
         if base.has_draft:
             users.append(("draft", draft, self.manifest.draft))
         for whose, used, _ in users:
             self._check_format(whose, used)
         if not any(used.needs_scale for _, used, _ in users):
-            raise InputError(f"KV format {target.name} has no static scales: leave out the overlay")
+            raise InputError(f"KV format {kv_format} has no static scales: leave out the overlay")
+        needs_target = any(used.needs_scale for used in targets)
         needs_draft = base.has_draft and draft.needs_scale
         if needs_draft and self.draft is None:
             raise InputError("the overlay has 0 of 2 draft scales, and the draft's format needs both")
         scales = KVScales(
-            self._target_scales(base, allow_unit_target_scales) if target.needs_scale else (),
+            self._target_scales(base, allow_unit_target_scales) if needs_target else (),
             self.draft if needs_draft else None,
         )
         for whose, used, source in users:

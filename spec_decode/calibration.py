@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from page4.kernels.errors import InputError
-from page4.kvcache import KVScales, ScalePair, get_format
+from page4.kvcache import KVScales, LayerFormats, ScalePair, get_format
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.layer_formats import draft_format, scales_of
 from page4.kvcache.magnitudes import Magnitudes
 from page4.kvcache.scale_rules import ScaleRule, choose_scale
 from page4.model import Qwen4ExpForCausalLM
@@ -57,6 +58,18 @@ class KVObservation:
         }
         draft = pairs.pop(DRAFT, None)
         return KVScales(tuple(pairs.values()), draft)
+
+    def scales_for(self, kv_format: str, draft_kv_format: str | None = None) -> KVScales | None:
+        """Scales of a cache of these formats, see :class:`~page4.kvcache.CacheConfig`; None if it needs none.
+
+        Raises:
+            InputError: an unknown format, or a layer that is not observed or saw nothing but zeros.
+        """
+        target = LayerFormats(kv_format)
+        draft = draft_format(target, draft_kv_format)
+        layers = [int(name) for name in self.layers if name != DRAFT]
+        static = dict.fromkeys(used.name for used in (*target.distinct, draft) if used.needs_scale)
+        return scales_of(target, draft, layers, {name: self.scales(name) for name in static})
 
 
 class KVObserver:

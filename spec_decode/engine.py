@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from page4.kernels.errors import InputError
-from page4.kvcache import CacheConfig, KVScales, get_format
+from page4.kvcache import CacheConfig, KVScales, LayerFormats
+from page4.kvcache.layer_formats import draft_format
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 
 from .choosing import Chooser
@@ -30,7 +31,7 @@ class DecoderConfig:
 
     Attributes:
         kv_format, draft_kv_format, scales: formats of the target's and the draft's K/V, and their
-            static scales.
+            static scales, see :class:`~page4.kvcache.CacheConfig`.
         num_draft_tokens: K, 0 to 7; 0 decodes one token a step without drafting.
         prefill_chunk: prompt tokens a request advances by in one step.
         max_length: tokens one request may reach, prompt and output together.
@@ -53,9 +54,7 @@ class DecoderConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        get_format(self.kv_format)
-        if self.draft_kv_format is not None:
-            get_format(self.draft_kv_format)
+        draft_format(LayerFormats(self.kv_format), self.draft_kv_format)
         if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens is {self.num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
         for name in ("prefill_chunk", "max_length", "max_requests", "max_tokens"):
@@ -75,7 +74,7 @@ class DecoderConfig:
 
     def cache_config(self) -> CacheConfig:
         """The cache these choices need."""
-        exact = "fp32" in (self.kv_format, self.draft_kv_format or self.kv_format)
+        exact = "fp32" in (*LayerFormats(self.kv_format).names, self.draft_kv_format)
         longest = self.max_length + self.overrun
         tokens = self.max_requests * longest if self.max_tokens is None else self.max_tokens
         return CacheConfig(

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from page4.experiments.device import resolve_device
 from page4.kernels.errors import InputError
-from page4.kvcache import get_format
+from page4.kvcache import LayerFormats
+from page4.kvcache.layer_formats import draft_format
 from page4.spec_decode.engine import MAX_DRAFT_TOKENS
 
 
@@ -20,7 +21,7 @@ class Arm(NamedTuple):
 
     Attributes:
         name: What tables and figures call it.
-        target_format: KV format of the target's QSA layers.
+        target_format: KV format of the target's QSA layers, of all or by layer ("e4m3,3:fp16").
         draft_format: KV format of the MTP layer.
         nonce_id: Arms with the same number see the same prompts; another number changes every prompt's nonce.
     """
@@ -34,6 +35,11 @@ class Arm(NamedTuple):
     def formats(self) -> tuple[str, str]:
         """The target's and the draft's format."""
         return self.target_format, self.draft_format
+
+    @property
+    def format_names(self) -> list[str]:
+        """Every format that occurs in it."""
+        return list(dict.fromkeys([*LayerFormats(self.target_format).names, self.draft_format]))
 
 
 @dataclass(frozen=True)
@@ -226,8 +232,7 @@ def _check_arms(arms: tuple[Arm, ...]) -> None:
     if len(set(names)) < len(names) or "" in names:
         raise InputError(f"every arm needs a name of its own, got {', '.join(names)}")
     for arm in arms:
-        get_format(arm.target_format)
-        get_format(arm.draft_format)
+        draft_format(LayerFormats(arm.target_format), arm.draft_format)
         if arm.nonce_id != arms[0].nonce_id and arm.formats != arms[0].formats:
             raise InputError(
                 f"arm {arm.name!r} differs from {arms[0].name!r} in nonce and in formats, so its difference "

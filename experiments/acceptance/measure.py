@@ -173,7 +173,7 @@ class Measurer:
                     prefill_chunk=self._config.prefill_chunk,
                     max_length=self._config.max_length,
                     max_requests=self._config.batch_size,
-                    scales=arm_scales(arm, self._scales),
+                    scales=arm_scales(arm, self._model.config.qsa_layers, self._scales),
                 ),
             )
         return self._decoders[key]

@@ -12,7 +12,8 @@ from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.info import OVERLAY
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
-from page4.kvcache import KVScales, ScalePair, get_format
+from page4.kvcache import KVScales, LayerFormats, ScalePair, get_format
+from page4.kvcache.layer_formats import scales_of
 from page4.kvcache.overlay import read_overlay
 from page4.model import Qwen4ExpForCausalLM
 from page4.model.kv_scales import describe_base
@@ -36,7 +37,7 @@ def overlay_scales(config: AcceptanceConfig, checkpoint: Path) -> ScalesByFormat
     target: tuple[ScalePair, ...] = ()
     draft = None
     for arm in config.all_arms:
-        if any(get_format(name).needs_scale for name in arm.formats):
+        if any(get_format(name).needs_scale for name in arm.format_names):
             needed = overlay.scales(base, *arm.formats, config.allow_unit_target_scales)
             target, draft = needed.target or target, needed.draft or draft
     if not target and draft is None:
@@ -59,7 +60,7 @@ def study_scales(
         InputError: `scales.json` is there but does not hold finite positive scales of these formats, or holds
             static ones of a format that computes its own.
     """
-    names = sorted({name for arm in config.all_arms for name in arm.formats})
+    names = sorted({name for arm in config.all_arms for name in arm.format_names})
     static = [name for name in names if get_format(name).needs_scale]
     dynamic = [name for name in names if get_format(name).has_token_scales]
     file = results.path / SCALES_FILE
@@ -74,12 +75,13 @@ def study_scales(
     return scales
 
 
-def arm_scales(arm: Arm, scales: ScalesByFormat) -> KVScales | None:
-    """The target's scales of its format beside the draft's of its own; None when neither needs any."""
-    target, draft = scales.get(arm.target_format), scales.get(arm.draft_format)
-    if target is None and draft is None:
-        return None
-    return KVScales(target.target if target else (), draft.draft if draft else None)
+def arm_scales(arm: Arm, layers: Sequence[int], scales: ScalesByFormat) -> KVScales | None:
+    """Scales of every layer and of the draft in their own formats; None when none of them needs any.
+
+    Args:
+        layers: Numbers of the model's QSA layers.
+    """
+    return scales_of(LayerFormats(arm.target_format), get_format(arm.draft_format), layers, scales)
 
 
 def _from_json(text: str, static: Sequence[str], dynamic: Sequence[str], file: str) -> ScalesByFormat:

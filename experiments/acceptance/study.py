@@ -28,6 +28,7 @@ from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row, SampleStore
 from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError
+from page4.kvcache import LayerFormats
 from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM
 from page4.model.loader import shards
 
@@ -48,7 +49,7 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
     config = config.resolve()
     assert config.backend is not None
     folder = config.model or CHECKPOINT
-    _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
+    _check_fits(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))
     overlaid = None if config.scales == "prompts" else overlay_scales(config, folder)
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
@@ -112,7 +113,10 @@ def _measure(cells: Sequence[Cell], measurer: Measurer, stores: _Stores, progres
     )
 
 
-def _check_length(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
+def _check_fits(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
+    """Refuse lengths beyond the model's positions, and formats for layers that it does not have."""
+    for arm in config.all_arms:
+        LayerFormats(arm.target_format).of(model.qsa_layers)
     limit = model.max_position_embeddings
     if config.max_length > limit:
         assert config.lengths is not None

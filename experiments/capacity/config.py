@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from page4.experiments.capacity.geometry import PUBLIC
 from page4.kernels.errors import InputError
-from page4.kvcache import get_format
+from page4.kvcache import LayerFormats
+from page4.kvcache.layer_formats import draft_format
 
 GIB = 2**30
 
@@ -17,7 +18,8 @@ class CapacityConfig:
 
     Attributes:
         geometry: ``qwen3.8-flash-next``, the public checkpoint, or a folder with a ``config.json``.
-        formats: KV formats (target, draft); the first is what the others are compared with.
+        formats: KV formats (target, draft); the first is what the others are compared with. A target's may
+            differ by layer: "e4m3,3:fp16".
         tensor_parallel: degrees; all figures are of one rank, which has one GPU.
         contexts: tokens of a request, ascending; capacities are shown for the last.
         concurrency: requests that are open at once, ascending; capacities are shown for the last.
@@ -48,9 +50,8 @@ class CapacityConfig:
             values = getattr(self, name)
             if min(values) < 1 or list(values) != sorted(values):
                 raise InputError(f"{name} must be positive and ascending, got {list(values)}")
-        for pair in self.formats:
-            for kv_format in pair:
-                get_format(kv_format)
+        for target, draft in self.formats:
+            draft_format(LayerFormats(target), draft)
         if not 0 <= self.num_draft_tokens <= 64:
             raise InputError(f"num_draft_tokens must be 0 to 64, got {self.num_draft_tokens}")
         if not 0 <= self.reserved_gib < self.gpu_gib:

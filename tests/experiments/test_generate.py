@@ -30,7 +30,7 @@ def generated(checkpoint: Path, **options: Any) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_format": "e4m3"}, {"temperature": 0.9, "seed": 4}])
+@pytest.mark.parametrize("options", [{}, {"kv_format": "e4m3,1:e3m4"}, {"temperature": 0.9, "seed": 4}])
 def test_speculation_changes_how_fast_not_what(checkpoint: Path, options: dict[str, Any]) -> None:
     """When drafts are greedy and the target samples, tokens differ, as other numbers are drawn."""
     speculative = generated(checkpoint, **options)
@@ -73,6 +73,7 @@ def test_the_command_streams_and_ends_with_json(
         (["latin.txt"], "latin.txt is not UTF-8"),
         (["empty.txt"], "the prompt is empty"),
         (["prompt.txt", "--format", "fp8"], "KV format 'fp8' is unknown"),
+        (["prompt.txt", "--format", "e4m3,0:fp16"], "names layer 0; the QSA layers are 1"),
         (["prompt.txt", "-K", "9"], "num_draft_tokens is 9, expected 0 to 7"),
         (["prompt.txt", "-K", "3", "--no-spec"], "--no-spec and --drafts 3 contradict each other"),
         (["prompt.txt", "--temperature", "-1"], "temperature is -1.0"),

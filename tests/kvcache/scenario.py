@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from page4.kvcache import CacheConfig, HybridCache, KVScales, ScalePair, get_format
+from page4.kvcache import CacheConfig, HybridCache, KVScales, LayerFormats, ScalePair
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.layer_formats import draft_format
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from tests.oracle.steps import Stepper
 from tests.oracle.tiny import random_tokens
@@ -24,7 +25,11 @@ def config(
 ) -> CacheConfig:
     """A cache for :func:`play`; ``usable`` scales are those of ``SCALES`` that the formats do not refuse."""
     if scales == "usable":
-        refused = [get_format(f).has_token_scales for f in (kv_format, draft or kv_format)]
+        target = LayerFormats(kv_format)
+        refused = (
+            any(used.has_token_scales for used in target.distinct),
+            draft_format(target, draft).has_token_scales,
+        )
         scales = KVScales(() if refused[0] else SCALES.target, None if refused[1] else SCALES.draft)
     return CacheConfig(
         kv_format=kv_format,
@@ -33,7 +38,7 @@ def config(
         num_draft_tokens=NUM_DRAFT_TOKENS,
         max_requests=2,
         max_tokens=256,
-        index_dtype=torch.float32 if kv_format == "fp32" else torch.float16,
+        index_dtype=torch.float32 if "fp32" in LayerFormats(kv_format).names else torch.float16,
     )
 
 

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from page4.kernels.errors import InputError
-from page4.kvcache import FORMAT_NAMES, CacheConfig, CacheGeometry, HybridCache, KVScales, ScalePair
+from page4.kvcache import (
+    FORMAT_NAMES,
+    CacheConfig,
+    CacheGeometry,
+    HybridCache,
+    KVScales,
+    LayerFormats,
+    ScalePair,
+)
 from page4.kvcache.capacity import (
     cache_bytes,
     page_bytes,
@@ -20,6 +28,7 @@ from page4.kvcache.capacity import (
     state_bytes,
     tokens_within,
 )
+from page4.kvcache.layer_formats import draft_format
 
 BASE = CacheGeometry(
     layer_types=("linear_attention", "qsa_attention") * 2 + ("linear_attention",),
@@ -72,10 +81,10 @@ def config(geometry: CacheGeometry, kv_format: str, draft: str | None, **sizes: 
     """A configuration with the scales that its formats need."""
     layers = geometry.layer_types.count("qsa_attention")
     pairs = (ScalePair(0.5, 0.5),) * layers
-    static = {"e4m3", "e5m2", "e3m4"}
+    target = LayerFormats(kv_format)
     scales = KVScales(
-        target=pairs if kv_format in static else (),
-        draft=pairs[0] if (draft or kv_format) in static else None,
+        target=pairs if any(used.needs_scale for used in target.of(geometry.qsa_layers)) else (),
+        draft=pairs[0] if draft_format(target, draft).needs_scale else None,
     )
     return CacheConfig(kv_format=kv_format, draft_kv_format=draft, scales=scales, **sizes)
 
@@ -93,6 +102,21 @@ def test_the_allocated_tensors_agree_to_the_byte(
     chosen = config(geometry, kv_format, draft, **sizes)
     cache = HybridCache(geometry, chosen, torch.float16, torch.device("cpu"))
     assert cache_bytes(geometry, chosen, torch.float16).total == allocated(cache)
+
+
+@pytest.mark.parametrize("kv_format", ["e4m3,1:fp16", "fp16,3:int8", "int8,1:e4m3,3:fp32"])
+def test_layers_of_different_formats_agree_to_the_byte(kv_format: str) -> None:
+    """And a layer's exception costs what the layer would cost in a cache of that format alone."""
+    sizes = {"max_requests": 2, "max_tokens": 100}
+    chosen = config(BASE, kv_format, None, **sizes)
+    counted = cache_bytes(BASE, chosen, torch.float16)
+    cache = HybridCache(BASE, chosen, torch.float16, torch.device("cpu"))
+    assert counted.total == allocated(cache)
+    alone = [
+        cache_bytes(BASE, config(BASE, used.name, None, **sizes), torch.float16).kv
+        for used in LayerFormats(kv_format).of(BASE.qsa_layers)
+    ]
+    assert 2 * counted.kv == sum(alone)
 
 
 @settings(max_examples=60, deadline=None)

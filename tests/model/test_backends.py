@@ -27,7 +27,7 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
     model.use_backend(backend)
     layers = len(model.config.qsa_layers)
     scales = None if kv_format == "int8" else KVScales(SCALES.target[:1] * layers, SCALES.draft)
-    exact = torch.float32 if kv_format == "fp32" else torch.float16
+    exact = torch.float32 if "fp32" in kv_format else torch.float16
     cache = model.new_cache(
         CacheConfig(kv_format=kv_format, scales=scales, max_requests=2, max_tokens=128, index_dtype=exact)
     )
@@ -57,7 +57,7 @@ def run(model: Qwen4ExpForCausalLM, backend: str, kv_format: str) -> tuple[list[
     return logits, drafts
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "e4m3", "int8"])
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "e4m3,3:fp32"])
 def test_triton_equals_the_reference(kv_format: str) -> None:
     model = tiny_model().to(DEVICE)
     reference, triton = run(model, "reference", kv_format), run(model, "triton", kv_format)

@@ -66,14 +66,17 @@ def tokens(decoder: SpeculativeDecoder, options: list[SamplingOptions], new: int
     return [g.tokens for g in generations]
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "e4m3"] if GPU else ["e4m3"])
+@pytest.mark.parametrize(
+    ("kv_format", "draft"),
+    [("fp32", "fp32"), ("e4m3", "e4m3"), ("e4m3", "fp16")] if GPU else [("e4m3", "fp16")],
+)
 def test_the_kernels_emit_what_the_reference_does(
-    kernels: Qwen4ExpForCausalLM, reference: Qwen4ExpForCausalLM, kv_format: str
+    kernels: Qwen4ExpForCausalLM, reference: Qwen4ExpForCausalLM, kv_format: str, draft: str
 ) -> None:
     """Three requests in four lanes: greedy, sampled, and with a mask."""
     options = [GREEDY, SAMPLED, SamplingOptions(1.1, seed=3, allowed_tokens=tuple(range(1, 128, 3)))]
-    ours = tokens(build(kernels, kv_format), options)
-    assert ours == tokens(build(reference, kv_format), options)
+    ours = tokens(build(kernels, kv_format, draft_kv_format=draft), options)
+    assert ours == tokens(build(reference, kv_format, draft_kv_format=draft), options)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED][not GPU :], ids=repr)

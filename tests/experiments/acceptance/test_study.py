@@ -237,11 +237,38 @@ def test_corrupt_verifier_is_reported(
 
 
 def test_arms_may_mix_formats(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
-    arms = (("fp16", "fp16", "fp16", 0), ("target", "e4m3", "fp16", 0), ("draft", "fp16", "e4m3", 0))
+    """The target's beside the draft's, and layer by layer: layer 1 is the target's only one with K/V."""
+    arms = (
+        ("fp16", "fp16", "fp16", 0),
+        ("target", "e4m3", "fp16", 0),
+        ("draft", "fp16", "e4m3", 0),
+        ("layer", "fp16,1:e4m3", "fp16", 0),
+    )
     config = tiny_config(checkpoint, texts, arms=arms, lengths=(48,), num_prompts=2, generation_prompts=0)
     summary = run(config, tmp_path / "out")
-    assert [row["arm"] for row in summary["table"]] == ["target", "target", "draft", "draft"]
+    assert [row["arm"] for row in summary["table"]] == [
+        "target",
+        "target",
+        "draft",
+        "draft",
+        "layer",
+        "layer",
+    ]
     assert summary["controls"] == []
+    assert all(check["mismatches"] == 0 for check in summary["checks"]["plain_greedy"].values())
+    accepted: dict[str, list[str]] = {}
+    for row in sorted(_rows(tmp_path / "out" / "samples.csv"), key=lambda row: (row["prompt"], row["round"])):
+        accepted.setdefault(row["arm"], []).append(row["accepted"])
+    assert accepted["layer"] == accepted["target"]
+
+
+def test_a_format_for_a_layer_without_kv_is_refused_before_anything_is_written(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    arms = (("fp16", "fp16", "fp16", 0), ("layer", "fp16,0:e4m3", "fp16", 0))
+    with pytest.raises(InputError, match="'fp16,0:e4m3' names layer 0; the QSA layers are 1"):
+        run(tiny_config(checkpoint, texts, arms=arms), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 ARMS_OF_ALL_FORMATS = (
