@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from page4.kernels.block_select import index_scores, select_blocks, union_plan
+from page4.kernels.norm_rope import rotary_cos_sin
 from page4.kernels.page4_attention import page4_attention_reference
 from page4.kernels.qsa_prepare import update_index_keys, write_kv_pages
 from page4.kvcache.cache import QSALayerCache
@@ -31,6 +32,7 @@ def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerC
     """Rows of a step ``[N, H] -> [N, H]``: writes their K, V and index keys, then attends."""
     batch, (cos, sin) = step.batch, step.rotary
     q, k, v, gate = layer.project(x, cos, sin)
+    q, (k, v) = cache.intervention.queries(q), cache.intervention.stored(k, v)
     projected = layer.indexer.index_qk_proj(x)
     index_q = layer.indexer.query(projected, cos, sin)
     raw_keys = layer.indexer.raw_key(projected)
@@ -66,7 +68,23 @@ def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerC
                 )
             )
         group.put_rows(attended, torch.cat(parts))
-    return layer.finish(attended, gate)
+    return layer.finish(cache.intervention.attended(attended), gate)
+
+
+def selected_blocks(
+    layer: QSAttention, x: Tensor, positions: Tensor, request: int, cache: QSALayerCache
+) -> Tensor:
+    """Blocks that rows of one request choose among the index keys in the cache, bool ``[N, blocks]``.
+
+    For observation: nothing is written. The rows ``x [N, H]`` at ``positions``, int64 ``[N]``, must have been
+    run, so that every block they see is complete; their incomplete tails are no part of a choice.
+    """
+    indexer = layer.indexer
+    projected = indexer.index_qk_proj(x)
+    cos, sin = rotary_cos_sin(positions, indexer.rotary_dim, indexer.rope_theta)
+    pages = cache.pages(torch.tensor([request], device=x.device), int(positions.max()) + 1)
+    index_q = indexer.query(projected, cos, sin)
+    return _select(layer, index_q[None], positions[None], pages.tables, cache)
 
 
 def _write(k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages: RequestPages) -> None:
@@ -74,6 +92,19 @@ def _write(k: Tensor, v: Tensor, positions: Tensor, cache: QSALayerCache, pages:
     name = cache.format.name
     write_kv_pages(k.flatten(0, 1), cache.k_pages, slots, name, cache.k_scale, cache.k_token_scales)
     write_kv_pages(v.flatten(0, 1), cache.v_pages, slots, name, cache.v_scale, cache.v_token_scales)
+
+
+def _select(
+    layer: QSAttention, index_q: Tensor, positions: Tensor, tables: Tensor, cache: QSALayerCache
+) -> Tensor:
+    """Blocks that ``[B, T]`` rows choose, bool ``[B * T, blocks]``."""
+    # A shorter request's missing pages read as page 0: blocks a row does not see are never chosen.
+    compressed = rearrange(
+        cache.compressed_pages[tables.clamp_min(0)], "b page block dim -> b (page block) dim"
+    )
+    scores = index_scores(index_q, compressed).flatten(0, 1)
+    visible = (positions.flatten() + 1) // layer.indexer.ratio  # complete blocks each row may choose from
+    return select_blocks(scores, visible, layer.indexer.block_topk)
 
 
 def _attend(
@@ -86,16 +117,9 @@ def _attend(
     cache: QSALayerCache,
 ) -> Tensor:
     """Attention of ``[B, T]`` rows, ``[B, T, Hq, D]``."""
-    ratio = layer.indexer.ratio
-    # A shorter request's missing pages read as page 0: blocks a row does not see are never chosen.
-    compressed = rearrange(
-        cache.compressed_pages[tables.clamp_min(0)], "b page block dim -> b (page block) dim"
-    )
-    scores = index_scores(index_q, compressed).flatten(0, 1)
+    selected = cache.intervention.chosen(_select(layer, index_q, positions, tables, cache))
     flat_positions = positions.flatten()
-    visible = (flat_positions + 1) // ratio  # complete blocks each row may choose from
-    selected = select_blocks(scores, visible, layer.indexer.block_topk)
-    plan = union_plan(selected, flat_positions, rows_per_group, ratio, requests=len(positions))
+    plan = union_plan(selected, flat_positions, rows_per_group, layer.indexer.ratio, requests=len(positions))
     out, _ = page4_attention_reference(
         q.flatten(0, 1),
         cache.k_pages,
