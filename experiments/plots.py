@@ -28,6 +28,15 @@ class Series:
     estimates: Sequence[Estimate]
 
 
+@dataclass(frozen=True)
+class ForestGroup:
+    """Conditions that answer one question: a label each, and lines over their indices, one per sample."""
+
+    heading: str
+    labels: Sequence[str]
+    series: Sequence[Series]
+
+
 def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
     """Acceptance against context length, a line with interval bars per arm; estimates are fractions."""
     figure, axes = _figure(title, note, lines=len(series))
@@ -70,6 +79,28 @@ def plot_difference(series: Sequence[Series], noise: Series | None, title: str, 
     return figure
 
 
+def plot_changes(panels: Sequence[tuple[str, Sequence[Series]]], title: str, note: str) -> Figure:
+    """Changes in percent against context length with interval bars: a panel per quantity, a line per arm."""
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.3 * columns + 0.6, 2.7 * rows + 1.0), layout="constrained")
+    cells = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in cells[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (heading, series) in zip(cells, panels, strict=False):
+        _clean(axes)
+        axes.axhline(0, color="black", linewidth=0.8)
+        for index, line in enumerate(series):
+            _line(axes, line, index + 1, shift=2 ** _offset(index, len(series), 0.12))
+        _length_axis(axes, series)
+        axes.set_title(heading, fontsize=10)
+        axes.set_ylabel("change (%)")
+    handles, labels = cells[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    _titles(figure, title, note)
+    return figure
+
+
 def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str, note: str) -> Figure:
     """Share of rounds whose first j drafts were all accepted, for j = 1..K: one panel per context length.
 
@@ -91,6 +122,41 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
     all_axes[0].set_ylabel("rounds accepted to this position")
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    _titles(figure, title, note)
+    return figure
+
+
+def plot_forest(groups: Sequence[ForestGroup], quantity: str, title: str, note: str) -> Figure:
+    """Effects with their intervals, a row per condition, group below group; all groups have the same samples.
+
+    `quantity` names the effect with its unit.
+    """
+    rows = sum(len(group.labels) + 1.4 for group in groups)
+    figure = Figure(figsize=(9.0, 0.27 * rows + 1.4), layout="constrained")
+    axes = figure.subplots()
+    _clean(axes)
+    axes.axvline(0, color="black", linewidth=0.8)
+    places: list[float] = []
+    labels: list[str] = []
+    row = 0.0
+    for group in groups:
+        axes.text(0.0, row, group.heading, transform=axes.get_yaxis_transform(), fontsize=9, weight="bold")
+        row += 1
+        for index, line in enumerate(group.series):
+            y = [row + x + _offset(index, len(group.series), 0.28) for x in line.x]
+            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            label = line.label if group is groups[0] else None
+            values = [estimate.value for estimate in line.estimates]
+            axes.plot(values, y, color=colour, marker=marker, markersize=4.5, linestyle="", label=label)
+            low, high = [e.low for e in line.estimates], [e.high for e in line.estimates]
+            axes.hlines(y, low, high, color=colour, linewidth=1.4)
+        places += [row + x for x in range(len(group.labels))]
+        labels += group.labels
+        row += len(group.labels) + 0.4
+    axes.set_yticks(places, labels, fontsize=9)
+    axes.set_ylim(row - 0.4, -0.8)
+    axes.set_xlabel(quantity)
+    _legend(figure, axes, len(groups[0].series))
     _titles(figure, title, note)
     return figure
 

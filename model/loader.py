@@ -61,7 +61,10 @@ def load_weights(
     # Shard by shard, so that each is mapped once; a stable sort keeps the pieces of a tensor together.
     jobs.sort(key=lambda job: job.source.parts[0].shard)
     # All at once: too little memory shows before anything is read, and no buffer comes to lie in between.
-    loaded = {name: _empty(name, whole, dtype, device) for name, whole in expected.items()}
+    loaded = {
+        name: torch.empty(whole.shape, dtype=weight_dtype(name, whole, dtype), device=device)
+        for name, whole in expected.items()
+    }
     with ShardReader() as reader:
         for job in jobs:
             weight = loaded[job.whole][job.index]
@@ -130,12 +133,11 @@ def _jobs(
     return jobs
 
 
-def _empty(name: str, whole: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def weight_dtype(name: str, whole: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is stored in where weights are ``dtype``: integers and decays keep their own."""
     if not whole.is_floating_point():
-        dtype = whole.dtype
-    elif name.endswith((".A_log", ".dt_bias")):
-        dtype = torch.float32
-    return torch.empty(whole.shape, dtype=dtype, device=device)
+        return whole.dtype
+    return torch.float32 if name.endswith((".A_log", ".dt_bias")) else dtype
 
 
 def _check_finite(source: Source, weight: Tensor) -> None:

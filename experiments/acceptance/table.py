@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.acceptance.metrics import ALL_LENGTHS, Metrics
+from page4.experiments.markdown import percent, signed, table
 from page4.experiments.plots import format_tokens
-from page4.experiments.statistics import LEAST_CLUSTERS, Estimate
+from page4.experiments.statistics import LEAST_CLUSTERS
 
 CHANGES = {
     "acceptance_change": "acceptance, relative",
@@ -68,16 +67,16 @@ def _by_length(config: AcceptanceConfig, metrics: Metrics, arm: Arm) -> str:
         cells = [
             length if isinstance(length, str) else format_tokens(length),
             str(metrics.get("acceptance", base.name, length).clusters),
-            _percent(metrics.get("acceptance", base.name, length).scaled(100)),
-            _signed(metrics.get("acceptance_difference", arm.name, length)),
-            _signed(metrics.get("acceptance_change", arm.name, length), " %"),
+            percent(metrics.get("acceptance", base.name, length).scaled(100)),
+            signed(metrics.get("acceptance_difference", arm.name, length)),
+            signed(metrics.get("acceptance_change", arm.name, length), " %"),
         ]
         for name in list(CHANGES)[1:]:
-            cells.append(_signed(metrics.get(name, arm.name, length), " %", interval=False))
+            cells.append(signed(metrics.get(name, arm.name, length), " %", interval=False))
         if controls:
-            cells.append(_signed(metrics.get("acceptance_difference", controls[0].name, length)))
+            cells.append(signed(metrics.get("acceptance_difference", controls[0].name, length)))
         rows.append(cells)
-    return f"**{arm.name} against {base.name}**\n\n" + _markdown(header, rows)
+    return f"**{arm.name} against {base.name}**\n\n" + table(header, rows)
 
 
 def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
@@ -86,11 +85,11 @@ def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
     rows = []
     for text in metrics.texts:
         acceptance = metrics.get("acceptance", base.name, ALL_LENGTHS, text=text)
-        cells = [text, str(acceptance.clusters), _percent(acceptance.scaled(100))]
+        cells = [text, str(acceptance.clusters), percent(acceptance.scaled(100))]
         for arm in others:
-            cells.append(_signed(metrics.get("acceptance_difference", arm.name, ALL_LENGTHS, text=text)))
+            cells.append(signed(metrics.get("acceptance_difference", arm.name, ALL_LENGTHS, text=text)))
         rows.append(cells)
-    return "**By text, all lengths together**\n\n" + _markdown(header, rows)
+    return "**By text, all lengths together**\n\n" + table(header, rows)
 
 
 def _notes(config: AcceptanceConfig) -> str:
@@ -118,24 +117,3 @@ def _check_line(name: str, by_arm: dict[str, dict[str, int]]) -> str:
 
 def _lengths(config: AcceptanceConfig) -> list[int | str]:
     return [*(config.lengths or ()), ALL_LENGTHS]
-
-
-def _percent(estimate: Estimate) -> str:
-    if math.isnan(estimate.value):
-        return "-"
-    interval = "" if math.isnan(estimate.low) else f" [{estimate.low:.1f}, {estimate.high:.1f}]"
-    return f"{estimate.value:.1f} %{interval}"
-
-
-def _signed(estimate: Estimate, unit: str = "", interval: bool = True) -> str:
-    if math.isnan(estimate.value):
-        return "-"
-    shown = f"{estimate.value:+.1f}{unit}"
-    if interval and not math.isnan(estimate.low):
-        shown += f" [{estimate.low:+.1f}, {estimate.high:+.1f}]"
-    return shown
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from page4.experiments.bench.step_config import StepBenchConfig
 from page4.experiments.samples import Row
+from page4.experiments.step_timing import time_steps
 from page4.kvcache import KVScales
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import DecoderConfig, SpeculativeDecoder
@@ -98,23 +98,11 @@ class StepCase:
         return "equal" if same else "WRONG"
 
     def time(self, steps: int) -> None:
-        """Times steps as a server runs them: each is launched before the outcome of the last one is read."""
+        """Times steps as a server runs them."""
         self._step()  # compiles, captures, or finds its caches warm
-        decoder, overlap = self.decoder, self.decoder.model.device.type == "cuda"
-        in_flight = decoder.launch(self.requests) if overlap else None
-        since = decoder.now()
-        for turn in range(-2, steps):  # two until launches and outcomes keep their distance
-            launched = decoder.launch(self.requests)
-            done, in_flight = (in_flight, launched) if overlap else (launched, None)
-            assert done is not None
-            emitted = sum(map(len, decoder.collect(done).values()))
-            now = time.perf_counter()
-            if turn >= 0:
-                self.seconds.append(now - since)
-                self.emitted += emitted
-            since = now
-        if in_flight is not None:
-            decoder.collect(in_flight)
+        timed = time_steps(self.decoder, self.requests, steps)
+        self.seconds += timed.seconds
+        self.emitted += timed.tokens
 
     def kernels(self) -> int | None:
         """What a GPU runs in a step, copies included; None without one."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from page4.experiments.markdown import table
 from page4.experiments.plots import Series, format_tokens, plot_step_times
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row
@@ -41,14 +42,12 @@ def write_report(results: ResultFolder, rows: Sequence[Row]) -> dict[str, Any]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """One table, and what its columns mean."""
-    lines = [_HEADER, ("---",) * len(_HEADER), *(_cells(row, rows) for row in rows)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     note = (
         "A step verifies and drafts for all requests. Times are wall times between the outcomes of "
         "consecutive steps; formats take turns within a length and batch. Text is generated freely, so "
         "tokens/s depends on how many drafts that text accepts; step times do not."
     )
-    return f"{table}\n\n{note}\n"
+    return f"{table(_HEADER, [_cells(row, rows) for row in rows])}\n\n{note}\n"
 
 
 def figure(rows: Sequence[Row]) -> Figure:

@@ -28,10 +28,15 @@ def load_geometry(name: str) -> CacheGeometry:
     Raises:
         InputError: neither, or the folder's config.json describes no such model.
     """
-    return cache_geometry(_config(name))
+    return cache_geometry(load_config(name))
 
 
-def _config(name: str) -> Qwen4ExpConfig:
+def load_config(name: str) -> Qwen4ExpConfig:
+    """The config with this name, or of the model in this folder.
+
+    Raises:
+        InputError: as :func:`load_geometry`.
+    """
     if name in named_geometries():
         file = resources.files("page4.experiments.capacity").joinpath("geometries", f"{name}.yaml")
         return Qwen4ExpConfig.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))

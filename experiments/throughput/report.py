@@ -1,0 +1,128 @@
+"""What a throughput study leaves in its folder: summary, table and figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from page4.experiments import markdown
+from page4.experiments.plots import Series, format_tokens, plot_changes
+from page4.experiments.results import ResultFolder
+from page4.experiments.samples import Row
+from page4.experiments.statistics import LEAST_CLUSTERS
+from page4.experiments.throughput.config import ThroughputConfig
+from page4.experiments.throughput.summary import Figure, figures
+
+_TITLES = {
+    "prefill": "prefill",
+    "decode": "decode",
+    "tokens_per_step": "tokens/step",
+    "acceptance": "MTP acceptance",
+    "step_p50": "step p50",
+    "step_p90": "step p90",
+}
+_UNITS = {"prefill": "tokens/s", "decode": "tokens/s", "step_p50": "ms", "step_p90": "ms"}
+_COLUMNS = (
+    "quantity",
+    "arm",
+    "length",
+    "value",
+    "low",
+    "high",
+    "clusters",
+    "change_value",
+    "change_low",
+    "change_high",
+)
+
+Found = Mapping[tuple[str, str, int], Figure]
+
+
+def write_report(results: ResultFolder, config: ThroughputConfig, rows: Sequence[Row]) -> dict[str, Any]:
+    """Write what is made from the samples, and return what `summary.json` holds."""
+    found = {(f.quantity, f.arm, f.length): f for f in figures(config, rows)}
+    records = [figure.to_row() for figure in found.values()]
+    summary: dict[str, Any] = {
+        "study": "throughput",
+        "samples": len(rows),
+        "reused_tokens": sum(row["reused_tokens"] for row in rows),
+        "figures": records,
+    }
+    results.write_json("summary.json", summary)
+    results.write_csv("summary.csv", records, _COLUMNS)
+    results.write_text("table.md", table(config, found, rows))
+    panels = [
+        (_TITLES[quantity], [_series(config, found, quantity, arm.name) for arm in config.all_arms[1:]])
+        for quantity in _quantities(found)
+    ]
+    if config.all_arms[1:]:
+        title = f"Change against {config.all_arms[0].name} on the same prompts"
+        results.write_figure("throughput.png", plot_changes(panels, title, _sample(config)))
+    return summary
+
+
+def table(config: ThroughputConfig, found: Found, rows: Sequence[Row]) -> str:
+    """The baseline's rates, then every other arm's changes."""
+    base, *others = config.all_arms
+    quantities = _quantities(found)
+    header = ["prompt", *(f"{_TITLES[q]}, {_UNITS[q]}" if q in _UNITS else _TITLES[q] for q in quantities)]
+    parts = [
+        f"**{base.name}**",
+        markdown.table(header, [_absolute(found, base.name, n) for n in config.lengths or ()]),
+    ]
+    for arm in others:
+        changes = [
+            [
+                format_tokens(length),
+                *(_change(found[quantity, arm.name, length]) for quantity in quantities),
+            ]
+            for length in config.lengths or ()
+        ]
+        parts.append(f"**{arm.name} against {base.name}**")
+        parts.append(markdown.table(["prompt", *(_TITLES[q] for q in quantities)], changes))
+    parts.append(_sample(config))
+    loops = sum(row["repeated_4grams"] > 0.2 for row in rows)
+    reused = sum(row["reused_tokens"] for row in rows)
+    parts.append(
+        f"Every prompt begins with a nonce of its own; {reused} prompt tokens were found in a cache. "
+        + (
+            f"Weights are random: the first {config.public_layers} layers and the MTP head of the public "
+            "model at full size, with smaller n-gram tables. Only times mean something."
+            if config.public_layers
+            else f"{loops} of {len(rows)} continuations repeat more than 20 % of their 4-grams."
+        )
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _quantities(found: Found) -> list[str]:
+    return [name for name in _TITLES if any(quantity == name for quantity, _, _ in found)]
+
+
+def _absolute(found: Found, arm: str, length: int) -> list[str]:
+    cells = [format_tokens(length)]
+    for quantity in _quantities(found):
+        value = found[quantity, arm, length].value.value
+        digits = {"prefill": 0, "decode": 0, "acceptance": 3}.get(quantity, 2)
+        cells.append("-" if math.isnan(value) else f"{value:,.{digits}f}")
+    return cells
+
+
+def _change(figure: Figure) -> str:
+    assert figure.change is not None
+    return markdown.signed(figure.change, " %")
+
+
+def _series(config: ThroughputConfig, found: Found, quantity: str, arm: str) -> Series:
+    lengths = config.lengths or ()
+    changes = [found[quantity, arm, length].change for length in lengths]
+    return Series(arm, lengths, [change for change in changes if change is not None])
+
+
+def _sample(config: ThroughputConfig) -> str:
+    return (
+        f"{config.num_prompts} prompts of every length, one at a time, {config.steps} timed steps of "
+        f"{config.num_draft_tokens} drafts, temperature {config.temperature:g}, on {config.device}; "
+        f"{100 * config.confidence:g} % bootstrap intervals over prompts, from {LEAST_CLUSTERS} prompts on"
+    )

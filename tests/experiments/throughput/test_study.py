@@ -1,0 +1,207 @@
+"""`page4 throughput`: what it measures, compares and keeps."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from page4.experiments.cli import run as run_command
+from page4.experiments.samples import Row
+from page4.experiments.throughput import ThroughputConfig, run
+from page4.experiments.throughput.measure import COLUMNS
+from page4.experiments.throughput.public_layers import public_config, random_model
+from page4.experiments.throughput.summary import figures
+from page4.kernels.errors import InputError
+from page4.model import Qwen4ExpConfig
+from tests.experiments.acceptance.tiny_study import LAYERS, write_checkpoint, write_texts
+from tests.oracle.tiny import tiny_dict
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> ThroughputConfig:
+    folder = tmp_path_factory.mktemp("sources")
+    return ThroughputConfig(
+        model=write_checkpoint(folder / "checkpoint"),
+        prompts=write_texts(folder / "texts", first=300, second=400),
+        device="cpu",
+        lengths=(48, 96),
+        num_prompts=2,
+        steps=3,
+        prefill_chunk=64,
+        calibration_tokens=40,
+        resamples=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(
+    small: ThroughputConfig, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("throughput") / "out"
+    return out, run(small, out)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_row_per_arm_length_and_prompt(
+    small: ThroughputConfig, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    rows = read(finished[0] / "samples.csv")
+    assert len({(row["arm"], row["length"], row["prompt"]) for row in rows}) == len(rows) == 3 * 2 * 2
+    for row in rows:
+        assert int(row["prefill_tokens"]) == int(row["length"]) - 1, "a decode step takes the last one"
+        assert int(row["steps"]) == small.steps
+        assert 3 <= int(row["decode_tokens"]) <= 3 * 4
+        assert 0 <= int(row["accepted"]) <= int(row["drafted"])
+        assert 0 < float(row["step_p50_ms"]) <= float(row["step_p90_ms"])
+
+
+def test_no_prompt_token_comes_from_a_cache(finished: tuple[Path, dict[str, Any]]) -> None:
+    assert finished[1]["reused_tokens"] == 0
+    assert "; 0 prompt tokens were found in a cache" in (finished[0] / "table.md").read_text()
+
+
+def test_an_arm_emits_what_it_emits_alone(
+    small: ThroughputConfig, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Arms that take turns do not touch each other, and the seed decides every token."""
+    run(dataclasses.replace(small, arms=small.arms[:2][::-1]), tmp_path / "out")
+    counted = ("decode_tokens", "drafted", "accepted", "repeated_4grams")
+    both = [
+        {
+            (row["arm"], row["length"], row["prompt"]): [row[name] for name in counted]
+            for row in read(folder / "samples.csv")
+        }
+        for folder in (finished[0], tmp_path / "out")
+    ]
+    assert {key: both[0][key] for key in both[1]} == both[1]
+
+
+def test_the_same_command_goes_on(small: ThroughputConfig, tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    class After:
+        def __init__(self, cells: int) -> None:
+            self.cells = cells
+
+        def start(self, total: int, done: int) -> None:
+            self.done = done
+
+        def advance(self, what: str, amount: int = 1) -> None:
+            self.cells -= 1
+            if self.cells == 0:
+                raise Interrupted
+
+    out = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        run(small, out, After(4))
+    first = read(out / "samples.csv")
+    assert len(first) == 4
+    progress = After(-1)
+    run(small, out, progress)
+    assert read(out / "samples.csv")[:4] == first, "nothing is measured twice"
+    assert progress.done == 3 * 48, "one prompt of three arms was done, another one begun"
+
+
+def row_of(arm: str, prompt: int, **values: Any) -> Row:
+    blank: Row = {name: kind() for name, kind in COLUMNS.items()}
+    return blank | {"arm": arm, "length": 48, "prompt": f"p{prompt}"} | values
+
+
+def synthetic() -> tuple[ThroughputConfig, list[Row]]:
+    config = ThroughputConfig(
+        arms=(("fp16", "fp16", "fp16", 0), ("e4m3", "e4m3", "e4m3", 0)), lengths=(48,), steps=2, num_prompts=3
+    )
+    rows = []
+    for arm, factors in (("fp16", (1, 1, 1)), ("e4m3", (2, 3, 10))):
+        for prompt, factor in enumerate(factors):
+            rows.append(
+                row_of(
+                    arm, prompt, prefill_tokens=60, prefill_seconds=6 / factor, steps=2, decode_tokens=4,
+                    decode_seconds=1.0, step_p50_ms=5.0, step_p90_ms=6.0, drafted=10, accepted=factor,
+                )
+            )  # fmt: skip
+    return config, rows
+
+
+def test_changes_are_medians_of_each_prompts_own_or_of_sums() -> None:
+    found = {(f.quantity, f.arm): f for f in figures(*synthetic())}
+    assert found["prefill", "fp16"].value.value == 10
+    change = found["prefill", "e4m3"].change
+    assert change is not None and change.value == pytest.approx(200), "the median of 2, 3 and 10 times"
+    assert found["acceptance", "e4m3"].value.value == pytest.approx(15 / 30)
+    change = found["acceptance", "e4m3"].change
+    assert change is not None and change.value == pytest.approx(400), "15 of 30 against 3 of 30"
+    assert found["decode", "e4m3"].value.value == 4
+    assert found["tokens_per_step", "e4m3"].value.value == 2
+
+
+def test_random_weights_report_times_alone() -> None:
+    config, rows = synthetic()
+    quantities = {f.quantity for f in figures(dataclasses.replace(config, public_layers=4), rows)}
+    assert quantities == {"prefill", "step_p50", "step_p90"}
+
+
+def test_public_layers_have_the_public_sizes() -> None:
+    config = public_config(8)
+    assert config.qsa_layers == (3, 7)
+    assert (config.hidden_size, config.num_experts, config.vocab_size) == (2560, 512, 248320)
+    with pytest.raises(InputError, match="public_layers is 49, the public model has 1 to 48"):
+        public_config(49)
+
+
+def test_a_random_model_is_finite_and_the_seeds() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    models = [
+        random_model(Qwen4ExpConfig.from_dict(tiny_dict(**LAYERS)), "cpu", "reference", seed)
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    first, again, other = (model(tokens).logits for model in models)
+    assert first.isfinite().all()
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["lengths=4,8"], "a length of 4 tokens has no room beside a nonce of"),
+        (["public_layers=4", "model=nowhere"], "model and public_layers exclude each other"),
+        (["arms=[]"], "arms must be at least one"),
+        (["lengths=8,4"], "lengths must be positive and ascending"),
+        (["steps=0"], "steps must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_get_one_line_and_no_folder(
+    settings: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = [part for setting in settings for part in ("--set", setting)]
+    assert run_command(["throughput", "--device", "cpu", *options, "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_the_command_ends_with_the_table(
+    small: ThroughputConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    values = {"model": small.model, "prompts": small.prompts, "lengths": 48, "num_prompts": 1, "steps": 1}
+    options = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
+    assert run_command(["throughput", "--device", "cpu", *options, "--json", "--out", str(out)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["samples"] == 3
+    assert (out / "throughput.png").exists() and (out / "provenance.json").exists()
