@@ -83,10 +83,18 @@ class RowTotals:
     total: Tensor
 
 
+def in_tiles(x: Tensor, beyond: float) -> Tensor:
+    """``[N, V]`` as ``[N, T, TILE]``, with ``beyond`` behind the last token; a single tile stays as it is."""
+    if x.shape[1] <= TILE:
+        return x[:, None]
+    missing = -x.shape[1] % TILE
+    return torch.nn.functional.pad(x, (0, missing), value=beyond).unflatten(1, (-1, TILE))
+
+
 def tile_weights(logits: Tensor, scale: Tensor) -> Tensor:
     """int64 weights ``[N, V]`` of logits, each relative to the maximum of its own tile; scales ``[N]``."""
-    parts = [part.float() for part in logits.split(TILE, dim=1)]
-    return torch.cat([weights(part, part.amax(1, keepdim=True), scale[:, None]) for part in parts], dim=1)
+    tiles = in_tiles(logits.float(), -torch.inf)
+    return weights(tiles, tiles.amax(2, keepdim=True), scale[:, None, None]).flatten(1)[:, : logits.shape[1]]
 
 
 def row_totals(logits: Tensor, scale: Tensor, own: Tensor | None = None) -> RowTotals:
@@ -96,7 +104,7 @@ def row_totals(logits: Tensor, scale: Tensor, own: Tensor | None = None) -> RowT
     0 for the others.
     """
     own = tile_weights(logits, scale) if own is None else own
-    tile_maximum = torch.stack([part.float().amax(1) for part in logits.split(TILE, dim=1)], dim=1)
+    tile_maximum = in_tiles(logits.float(), -torch.inf).amax(2)
     maximum = tile_maximum.amax(1, keepdim=True)
     factor = power_of_two(relative_exponents(tile_maximum, maximum, scale[:, None]))
     tiles = (tile_sums(own).double() * factor.double()).long()
@@ -106,7 +114,7 @@ def row_totals(logits: Tensor, scale: Tensor, own: Tensor | None = None) -> RowT
 
 def tile_sums(weight: Tensor) -> Tensor:
     """Sums of ``[N, V]`` over the tiles, ``[N, T]``."""
-    return torch.stack([part.sum(1) for part in weight.split(TILE, dim=1)], dim=1)
+    return in_tiles(weight, 0).sum(2)
 
 
 def inverse_total(total: Tensor) -> Tensor:
@@ -130,8 +138,5 @@ def pick_in_tiles(tiles: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     means anything.
     """
     tile = pick(tiles, words[:, :2]).clamp_max(tiles.shape[1] - 1)
-    token = tile * TILE
-    for i, part in enumerate(weight.split(TILE, dim=1)):
-        chosen = tile == i
-        token[chosen] += pick(part[chosen], words[chosen, 2:])
-    return token
+    row = torch.arange(len(tile), device=tile.device)
+    return tile * TILE + pick(in_tiles(weight, 0)[row, tile], words[:, 2:])

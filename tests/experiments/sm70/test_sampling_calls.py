@@ -1,4 +1,4 @@
-"""Verification and draft sampling over vocabularies of a few tokens: code of its own, which has to compile."""
+"""Verification and draft sampling over vocabularies of a few tokens: code of its own that must compile."""
 
 from __future__ import annotations
 
