@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -76,22 +77,13 @@ class MoE(nn.Module):
         weights, chosen = self.router_probabilities(x).topk(self.top_k, dim=-1)  # [N, k]
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(x.dtype)
-        routed = torch.zeros_like(x)
         # One sort instead of a comparison per expert; rows of one expert become one contiguous product.
         order = chosen.flatten().argsort(stable=True)
-        rows = order // self.top_k
         counts = torch.bincount(chosen.flatten(), minlength=self.gate.weight.shape[0]).tolist()
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            picked = order[start : start + count]
-            row = rows[start : start + count]
-            start += count
-            gate, up = F.linear(x[row], self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, self.experts.down_proj[expert])
-            routed.index_add_(0, row, y * weights.flatten()[picked].unsqueeze(-1))
+        gate, up = _each_expert(x[order // self.top_k], self.experts.gate_up_proj, counts).chunk(2, dim=-1)
+        sorted_outputs = _each_expert(F.silu(gate) * up, self.experts.down_proj, counts)
+        outputs = torch.empty_like(sorted_outputs).index_copy(0, order, sorted_outputs)
+        routed = (outputs.view(*chosen.shape, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
         return routed + self.shared(x)
 
     def _without_waiting(self, x: Tensor) -> Tensor:
@@ -123,3 +115,10 @@ class MoE(nn.Module):
         gate_up = torch.bmm(self.experts.gate_up_proj[expert], rows).squeeze(-1)
         hidden = swiglu_triton(*gate_up.chunk(2, dim=1)).unsqueeze(-1)
         return torch.bmm(self.experts.down_proj[expert], hidden).squeeze(-1)
+
+
+def _each_expert(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows ``[M, A]``, sorted by expert, through their expert's weight ``[E, B, A]``: ``[M, B]``."""
+    parts = zip(x.split(list(counts)), weight, counts, strict=True)
+    # Of no rows at all, every expert has none to give.
+    return torch.cat([F.linear(part, expert) for part, expert, count in parts if count or not len(x)])

@@ -50,3 +50,11 @@ def test_an_expert_that_is_not_chosen_contributes_nothing(count: int) -> None:
         if expert not in chosen:
             moe.experts.down_proj[expert] = torch.nan
     assert torch.equal(moe(x, decode=True), expected)
+
+
+def test_a_prefill_sums_what_single_rows_give() -> None:
+    """However rows are sorted by expert; and no rows give none."""
+    moe, x = layer(16, 3), rows(33)
+    alone = torch.cat([moe(row) for row in x.split(1)])
+    assert (moe(x) - alone).abs().max() <= 1e-5 * alone.abs().max()
+    assert moe(x[:0]).shape == (0, 48)
