@@ -83,7 +83,7 @@ class MoE(nn.Module):
         gate, up = _each_expert(x[order // self.top_k], self.experts.gate_up_proj, counts).chunk(2, dim=-1)
         sorted_outputs = _each_expert(F.silu(gate) * up, self.experts.down_proj, counts)
         outputs = torch.empty_like(sorted_outputs).index_copy(0, order, sorted_outputs)
-        routed = (outputs.view(*chosen.shape, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        routed = (outputs.view(*chosen.shape, x.shape[-1]) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
         return routed + self.shared(x)
 
     def _without_waiting(self, x: Tensor) -> Tensor:
