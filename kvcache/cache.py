@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from page4.kernels.errors import InputError
 
 from .formats import KVFormat
+from .intervention import UNCHANGED, Intervention
 from .layer_formats import LayerFormats, draft_format
 from .pages import PAGE_TOKENS, BlockTables, RequestPages, pages_for
 from .recurrent import ConvSlots, GatedDeltaSlots
@@ -96,6 +97,7 @@ class QSALayerCache:
         ring: ``[requests, capacity, Di]`` raw index keys; position p stands at ``p % capacity``. The capacity
             ``r * ceil((r + K) / r)`` keeps the open block's keys out of reach of K rejected rows.
         k_scale, v_scale: static scales; 1 for formats that carry none.
+        intervention: what a study changes, see :meth:`HybridCache.intervene`.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class QSALayerCache:
     ) -> None:
         self.format = kv_format
         self.k_scale, self.v_scale = scales.k, scales.v
+        self.intervention: Intervention = UNCHANGED
         self._tables = tables
         pages, device = tables.pool.total, tables.device
         ratio = geometry.compress_ratio
@@ -218,6 +221,21 @@ class HybridCache:
             return self.qsa
         assert isinstance(self.draft.mixer, QSALayerCache)
         return [*self.qsa, self.draft.mixer]
+
+    def intervene(self, changes: Mapping[int | None, Intervention]) -> None:
+        """Changes what layers store and read, for a study on the reference backend.
+
+        Args:
+            changes: by number of the QSA layer; None is the MTP layer.
+        Raises:
+            InputError: a layer that has no K/V.
+        """
+        layers: list[int | None] = list(self._geometry.qsa_layers)
+        found = dict(zip(layers if self.draft is None else [*layers, None], self._sparse, strict=True))
+        for layer, change in changes.items():
+            if layer not in found:
+                raise InputError(f"nothing can be changed in layer {layer}: it has no K/V")
+            found[layer].intervention = change
 
     def open(self) -> int:
         """A new request with no tokens and zero recurrent state."""

@@ -53,6 +53,12 @@ def choose_scale(
     return min(candidates, key=lambda candidate: _squared_error(values, counts, kv_format, candidate))
 
 
+def rms_error(observed: Magnitudes, kv_format: KVFormat, scale: float) -> float:
+    """RMS of what storing the observed values changes, in their own unit; 0 of nothing."""
+    values, counts = observed.occurring()
+    return math.sqrt(_squared_error(values, counts, kv_format, scale) / max(observed.total, 1))
+
+
 def relative_rms_error(observed: Magnitudes, kv_format: KVFormat, scale: float) -> float:
     """RMS of what storing the observed values changes, over their own RMS; 0 where they are all zero."""
     values, counts = observed.occurring()

@@ -32,6 +32,7 @@ def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerC
     """Rows of a step ``[N, H] -> [N, H]``: writes their K, V and index keys, then attends."""
     batch, (cos, sin) = step.batch, step.rotary
     q, k, v, gate = layer.project(x, cos, sin)
+    q, (k, v) = cache.intervention.queries(q), cache.intervention.stored(k, v)
     projected = layer.indexer.index_qk_proj(x)
     index_q = layer.indexer.query(projected, cos, sin)
     raw_keys = layer.indexer.raw_key(projected)
@@ -67,7 +68,7 @@ def attend_reference(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerC
                 )
             )
         group.put_rows(attended, torch.cat(parts))
-    return layer.finish(attended, gate)
+    return layer.finish(cache.intervention.attended(attended), gate)
 
 
 def selected_blocks(
@@ -116,7 +117,7 @@ def _attend(
     cache: QSALayerCache,
 ) -> Tensor:
     """Attention of ``[B, T]`` rows, ``[B, T, Hq, D]``."""
-    selected = _select(layer, index_q, positions, tables, cache)
+    selected = cache.intervention.chosen(_select(layer, index_q, positions, tables, cache))
     flat_positions = positions.flatten()
     plan = union_plan(selected, flat_positions, rows_per_group, layer.indexer.ratio, requests=len(positions))
     out, _ = page4_attention_reference(

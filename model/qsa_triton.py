@@ -11,6 +11,7 @@ from torch import Tensor
 
 from page4.kernels.block_plan import MAX_GROUP_ROWS, PackedPlan, RowGroups, plan_capacity
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
+from page4.kernels.errors import InputError
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.page4_attention_dispatch import page4_attention
 from page4.kernels.page4_attention_inputs import AttentionInputs
@@ -19,6 +20,7 @@ from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton, rotary_table
 from page4.kernels.step_rows import StepRows
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.intervention import UNCHANGED
 from page4.kvcache.pages import BlockTables
 
 from .config import Qwen4ExpConfig
@@ -101,6 +103,8 @@ def _row_groups(batch: RowBatch) -> RowGroups:
 
 def attend_triton(layer: QSAttention, x: Tensor, step: Step, cache: QSALayerCache) -> Tensor:
     """Gated attention ``[N, Hq, D]`` of a step's rows ``[N, H]``; writes their K, V and index keys."""
+    if cache.intervention is not UNCHANGED:
+        raise InputError("interventions in K and V need backend 'reference', the model runs on 'triton'")
     kernels, indexer = step.kernels, layer.indexer
     q_gate = layer.q_proj(x).unflatten(-1, (layer.heads, 2 * layer.head_dim))
     k = layer.k_proj(x).unflatten(-1, (layer.kv_heads, layer.head_dim))

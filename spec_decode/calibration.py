@@ -11,6 +11,7 @@ from torch import Tensor
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, LayerFormats, ScalePair, get_format
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.intervention import Intervention
 from page4.kvcache.layer_formats import draft_format, scales_of
 from page4.kvcache.magnitudes import Magnitudes
 from page4.kvcache.scale_rules import ScaleRule, choose_scale
@@ -59,7 +60,9 @@ class KVObservation:
         draft = pairs.pop(DRAFT, None)
         return KVScales(tuple(pairs.values()), draft)
 
-    def scales_for(self, kv_format: str, draft_kv_format: str | None = None) -> KVScales | None:
+    def scales_for(
+        self, kv_format: str, draft_kv_format: str | None = None, rule: ScaleRule = "max"
+    ) -> KVScales | None:
         """Scales of a cache of these formats, see :class:`~page4.kvcache.CacheConfig`; None if it needs none.
 
         Raises:
@@ -69,7 +72,7 @@ class KVObservation:
         draft = draft_format(target, draft_kv_format)
         layers = [int(name) for name in self.layers if name != DRAFT]
         static = dict.fromkeys(used.name for used in (*target.distinct, draft) if used.needs_scale)
-        return scales_of(target, draft, layers, {name: self.scales(name) for name in static})
+        return scales_of(target, draft, layers, {name: self.scales(name, rule) for name in static})
 
 
 class KVObserver:
@@ -80,18 +83,25 @@ class KVObserver:
 
     Args:
         longest: tokens of the longest text.
+        interventions: what a study changes in layers; what is then stored is what is counted.
     Raises:
         InputError: ``longest`` exceeds the model's positions.
     """
 
-    def __init__(self, model: Qwen4ExpForCausalLM, longest: int, prefill_chunk: int = 2048) -> None:
+    def __init__(
+        self,
+        model: Qwen4ExpForCausalLM,
+        longest: int,
+        prefill_chunk: int = 2048,
+        interventions: Mapping[int | None, Intervention] | None = None,
+    ) -> None:
         config = DecoderConfig(
             kv_format="fp16",
             num_draft_tokens=1 if model.mtp is not None else 0,
             prefill_chunk=prefill_chunk,
             max_length=longest,
         )
-        self._decoder = SpeculativeDecoder(model, config)
+        self._decoder = SpeculativeDecoder(model, config, interventions)
         self._layers = model.config.qsa_layers
 
     @torch.inference_mode()
@@ -130,7 +140,10 @@ class KVObserver:
 
 
 def observe_texts(
-    model: Qwen4ExpForCausalLM, texts: Sequence[Sequence[int]], prefill_chunk: int = 2048
+    model: Qwen4ExpForCausalLM,
+    texts: Sequence[Sequence[int]],
+    prefill_chunk: int = 2048,
+    interventions: Mapping[int | None, Intervention] | None = None,
 ) -> KVObservation:
     """What a model stores of texts, run one after the other.
 
@@ -139,7 +152,7 @@ def observe_texts(
     """
     if not texts:
         raise InputError("nothing to calibrate from: there are no texts")
-    observer = KVObserver(model, max(map(len, texts)), prefill_chunk)
+    observer = KVObserver(model, max(map(len, texts)), prefill_chunk, interventions)
     first, *others = texts
     observation = observer.observe(first)
     for text in others:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, LayerFormats
+from page4.kvcache.intervention import Intervention
 from page4.kvcache.layer_formats import draft_format
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 
@@ -113,7 +114,12 @@ class SpeculativeDecoder:
     launched if the caller likes, so that the device need not wait for the host.
     """
 
-    def __init__(self, model: Qwen4ExpForCausalLM, config: DecoderConfig) -> None:
+    def __init__(
+        self,
+        model: Qwen4ExpForCausalLM,
+        config: DecoderConfig,
+        interventions: Mapping[int | None, Intervention] | None = None,
+    ) -> None:
         if config.num_draft_tokens and model.mtp is None:
             raise InputError("this checkpoint has no MTP head: set num_draft_tokens to 0")
         limit = model.config.max_position_embeddings
@@ -122,6 +128,9 @@ class SpeculativeDecoder:
         self.model = model
         self.config = config
         self.cache = model.new_cache(config.cache_config())
+
+    Args:
+        interventions: what a study changes in layers, see :meth:`HybridCache.intervene`.
         rows, drafts, vocabulary = config.max_requests, config.num_draft_tokens, model.config.vocab_size
         self.state = DecodeState(rows, drafts, model.config.ngram_size - 1, vocabulary, model.device)
         chooser = Chooser.of(model.backend, rows, drafts, vocabulary, model.device)
@@ -133,6 +142,7 @@ class SpeculativeDecoder:
         """Takes a cache row for a new request over ``tokens``.
 
         Raises:
+        self.cache.intervene(interventions or {})
             InputError: the prompt is empty, holds an id outside the vocabulary, or is too long, or the
                 request may emit none but tokens outside the vocabulary.
         """

@@ -12,7 +12,7 @@ from page4.kernels.codecs import decode_kv, encode_kv
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format, scale_for_maximum
 from page4.kvcache.magnitudes import Magnitudes
-from page4.kvcache.scale_rules import choose_scale, relative_rms_error
+from page4.kvcache.scale_rules import choose_scale, relative_rms_error, rms_error
 
 E4M3 = get_format("e4m3")
 
@@ -49,6 +49,8 @@ def test_the_error_is_that_of_a_round_trip(x: torch.Tensor, name: str) -> None:
         assert relative_rms_error(Magnitudes.of(x), get_format(name), scale) == pytest.approx(
             expected, rel=1e-9
         )
+        absolute = float(((stored - x.double()) ** 2).mean().sqrt())
+        assert rms_error(Magnitudes.of(x), get_format(name), scale) == pytest.approx(absolute, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e3m4"])

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, ScalePair
 from page4.kvcache.cache import QSALayerCache
+from page4.kvcache.intervention import LinearStorage
+from page4.kvcache.scales import UNIT_SCALES
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 from page4.model.qsa import QSAttention
 from page4.spec_decode import (
@@ -195,3 +197,27 @@ def test_rules_and_formats_differ() -> None:
             observed.scales(name)
     with pytest.raises(InputError, match="different layers or heads"):
         observed + observe_texts(tiny_model(seed=6, mtp_num_hidden_layers=0), TEXTS)
+
+
+def test_formats_by_layer_get_the_scales_of_their_layers() -> None:
+    """The tiny model's QSA layers are 2 and 3."""
+    observation = observe_texts(tiny_model(seed=5), TEXTS[:1])
+    e4m3, e3m4 = (observation.scales(name) for name in ("e4m3", "e3m4"))
+    mixed = observation.scales_for("e4m3,3:e3m4", "e3m4")
+    assert mixed == KVScales((e4m3.target[0], e3m4.target[1]), e3m4.draft)
+    assert observation.scales_for("fp16,3:e4m3", "fp16") == KVScales((UNIT_SCALES, e4m3.target[1]), None)
+    assert observation.scales_for("e4m3,2:int8") == KVScales((UNIT_SCALES, e4m3.target[1]), e4m3.draft)
+    assert observation.scales_for("int8", "fp16") is None
+    assert observation.scales_for("e4m3", rule="mse") != observation.scales_for("e4m3")
+    with pytest.raises(InputError, match="names layer 1; the QSA layers are 2, 3"):
+        observation.scales_for("e4m3,1:fp16")
+
+
+def test_what_is_counted_is_what_an_intervention_stores() -> None:
+    model = tiny_model(seed=5)
+    doubled = LinearStorage(k=2 * torch.eye(model.config.head_dim).expand(2, -1, -1))
+    plain = observe_texts(model, TEXTS[:1])
+    changed = observe_texts(model, TEXTS[:1], interventions={2: doubled})
+    (k, v), (changed_k, changed_v) = plain.layers["2"], changed.layers["2"]
+    assert changed_k.maximum == 2 * k.maximum and changed_v.maximum == v.maximum
+    assert changed.layers["3"][0].maximum == pytest.approx(plain.layers["3"][0].maximum, rel=2e-3)
