@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from page4.experiments.cli_acceptance import acceptance
+from page4.experiments.cli_attribution import attribution
 from page4.experiments.cli_autotune import autotune
 from page4.experiments.cli_bench import bench
 from page4.experiments.cli_calibrate import calibrate
@@ -35,6 +36,9 @@ app = typer.Typer(
 app.command("acceptance")(acceptance)
 app.command("calibrate")(calibrate)
 app.command("capacity")(capacity)
+app.command("quant-error")(quant_error)
+app.command("throughput")(throughput)
+app.command("attribution")(attribution)
 app.command("train")(train)
 app.command("corpus")(corpus)
 app.command("bench")(bench)

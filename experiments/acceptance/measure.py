@@ -12,7 +12,14 @@ from page4.experiments.acceptance.prompts import Prompts
 from page4.experiments.acceptance.scales import ScalesByFormat, arm_scales
 from page4.experiments.samples import Row
 from page4.model import Qwen4ExpForCausalLM
-from page4.spec_decode import DecoderConfig, SpeculativeDecoder, generate, measure_rounds, repeated_ngrams
+from page4.spec_decode import (
+    DecoderConfig,
+    RoundResult,
+    SpeculativeDecoder,
+    generate,
+    measure_rounds,
+    repeated_ngrams,
+)
 
 ROUND_COLUMNS: dict[str, type] = {
     "arm": str,
@@ -89,24 +96,8 @@ class Measurer:
 
     def rounds(self, cell: Cell) -> list[Row]:
         """One greedy round from every real-text prefix of the cell's prompts."""
-        config = self._config
-        prefixes = [cell.length + turn * config.round_stride for turn in range(config.rounds_per_prompt)]
-        texts = [self._prompts.tokens(i, cell.arm, cell.length, config.rounds_span) for i in cell.prompts]
-        result = measure_rounds(self._decoder(cell.arm), texts, prefixes)
-        return [
-            {
-                **self._about(cell, index),
-                "batch": cell.batch,
-                "round": turn,
-                "prefix": prefix,
-                "accepted": int(accepted[turn]),
-                "prefill_tokens": result.prefill_tokens,
-                "prefill_seconds": result.prefill_seconds,
-                "round_seconds": result.round_seconds[turn],
-            }
-            for index, accepted in zip(cell.prompts, result.accepted.tolist(), strict=True)
-            for turn, prefix in enumerate(prefixes)
-        ]
+        texts, prefixes = round_inputs(self._config, self._prompts, cell)
+        return round_rows(self._prompts, cell, measure_rounds(self._decoder(cell.arm), texts, prefixes))
 
     def generation(self, cell: Cell) -> list[Row]:
         """Continue the cell's one prompt freely."""
@@ -116,7 +107,7 @@ class Measurer:
         milliseconds = 1000 * np.asarray(stats.step_seconds)
         return [
             {
-                **self._about(cell, index),
+                **_about(self._prompts, cell, index),
                 "new_tokens": len(generation.tokens),
                 "steps": len(generation.accepted),
                 "accepted": sum(generation.accepted),
@@ -138,7 +129,7 @@ class Measurer:
         return [
             {
                 "check": "plain_greedy",
-                **self._about(cell, index),
+                **_about(self._prompts, cell, index),
                 "compared": tokens,
                 "mismatches": sum(a != b for a, b in zip(speculative.tokens, plain.tokens, strict=True)),
             }
@@ -148,15 +139,6 @@ class Measurer:
         """Run the first rounds of every pair of formats ahead of all others, which warms the machine up."""
         first = {cell.arm: cell for cell in reversed(cells) if cell.kind == "rounds"}
         return [row for arm in distinct_formats(self._config) for row in self.rounds(first[arm])]
-
-    def _about(self, cell: Cell, index: int) -> Row:
-        anchor = self._prompts.anchors[index]
-        return {
-            "arm": cell.arm.name,
-            "length": cell.length,
-            "text": anchor.text.name,
-            "prompt": anchor.id,
-        }
 
     def _decoder(self, arm: Arm, num_draft_tokens: int | None = None) -> SpeculativeDecoder:
         """Arms with the same formats share a decoder: nothing but their prompts can differ."""
@@ -179,6 +161,30 @@ class Measurer:
         return self._decoders[key]
 
 
+def round_inputs(config: AcceptanceConfig, prompts: Prompts, cell: Cell) -> tuple[list[list[int]], list[int]]:
+    """Texts of a cell's prompts, and the prefixes of them that its rounds start from."""
+    prefixes = [cell.length + turn * config.round_stride for turn in range(config.rounds_per_prompt)]
+    return [prompts.tokens(i, cell.arm, cell.length, config.rounds_span) for i in cell.prompts], prefixes
+
+
+def round_rows(prompts: Prompts, cell: Cell, result: RoundResult) -> list[Row]:
+    """A row of `ROUND_COLUMNS` for every prompt and round of a cell."""
+    return [
+        {
+            **_about(prompts, cell, index),
+            "batch": cell.batch,
+            "round": turn,
+            "prefix": prefix,
+            "accepted": int(accepted[turn]),
+            "prefill_tokens": result.prefill_tokens,
+            "prefill_seconds": result.prefill_seconds,
+            "round_seconds": result.round_seconds[turn],
+        }
+        for index, accepted in zip(cell.prompts, result.accepted.tolist(), strict=True)
+        for turn, prefix in enumerate(result.prefix_lengths)
+    ]
+
+
 def rerun_rows(first: Sequence[Row], samples: Sequence[Row]) -> list[Row]:
     """Compare accepted counts of `Measurer.first_pass` with those of the same rounds measured later."""
     later = {_round_key(row): row["accepted"] for row in samples}
@@ -198,6 +204,16 @@ def rerun_rows(first: Sequence[Row], samples: Sequence[Row]) -> list[Row]:
         }
         for (arm, length, text, prompt), different in differ.items()
     ]
+
+
+def _about(prompts: Prompts, cell: Cell, index: int) -> Row:
+    anchor = prompts.anchors[index]
+    return {
+        "arm": cell.arm.name,
+        "length": cell.length,
+        "text": anchor.text.name,
+        "prompt": anchor.id,
+    }
 
 
 def _round_key(row: Row) -> tuple[str, int, str, int]:

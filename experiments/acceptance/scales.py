@@ -87,7 +87,7 @@ def arm_scales(arm: Arm, layers: Sequence[int], scales: ScalesByFormat) -> KVSca
 def _from_json(text: str, static: Sequence[str], dynamic: Sequence[str], file: str) -> ScalesByFormat:
     try:
         content = json.loads(text)
-        scales = {name: _scales(content[name]) for name in static}
+        scales = {name: scales_from_json(content[name]) for name in static}
         stray = [name for name in dynamic if content[name] != DYNAMIC]
     except (ValueError, KeyError, TypeError) as error:
         formats = ", ".join([*static, *dynamic])
@@ -97,7 +97,12 @@ def _from_json(text: str, static: Sequence[str], dynamic: Sequence[str], file: s
     return scales
 
 
-def _scales(content: Mapping[str, Any]) -> KVScales:
+def scales_from_json(content: Mapping[str, Any]) -> KVScales:
+    """The scales whose fields JSON holds.
+
+    Raises:
+        KeyError, TypeError, InputError: They are no scales.
+    """
     draft = content["draft"]
     target = tuple(ScalePair(**pair) for pair in content["target"])
     return KVScales(target, None if draft is None else ScalePair(**draft))

@@ -49,13 +49,13 @@ def run(config: AcceptanceConfig, out: Path, progress: Reporter | None = None) -
     config = config.resolve()
     assert config.backend is not None
     folder = config.model or CHECKPOINT
-    _check_fits(config, Qwen4ExpConfig.from_file(folder / "config.json"))
+    check_fits(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     prompts = Prompts.choose(config, load_encoder(folder))
     overlaid = None if config.scales == "prompts" else overlay_scales(config, folder)
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
     with (
         study_kernels(config.backend, config.kernel_configs, config.device) as kernels,
-        ResultFolder(out, config, {**_digests(folder, prompts, overlaid), **kernels.digests}) as results,
+        ResultFolder(out, config, {**study_digests(folder, prompts, overlaid), **kernels.digests}) as results,
     ):
         scales = study_scales(config, model, prompts.beginnings(), overlaid, results)
         measurer = Measurer(model, config, prompts, scales)
@@ -113,7 +113,7 @@ def _measure(cells: Sequence[Cell], measurer: Measurer, stores: _Stores, progres
     )
 
 
-def _check_fits(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
+def check_fits(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
     """Refuse lengths beyond the model's positions, and formats for layers that it does not have."""
     for arm in config.all_arms:
         LayerFormats(arm.target_format).of(model.qsa_layers)
@@ -127,7 +127,7 @@ def _check_fits(config: AcceptanceConfig, model: Qwen4ExpConfig) -> None:
         )
 
 
-def _digests(folder: Path, prompts: Prompts, overlaid: ScalesByFormat | None) -> dict[str, str]:
+def study_digests(folder: Path, prompts: Prompts, overlaid: ScalesByFormat | None) -> dict[str, str]:
     """SHA-256 of the checkpoint's files, of the texts' tokens, and of an overlay's scales."""
     checkpoint = hashlib.sha256()
     for file in (folder / "config.json", folder / "tokenizer.json", *shards(folder)):

@@ -33,7 +33,7 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
         rounds: Rows of `samples.csv`; every arm has the same prompts at every length.
         generations: Rows of `generation.csv`.
     """
-    estimator = _Estimator(config)
+    estimator = Estimator(config)
     assert config.lengths is not None
     lengths: list[int | str] = [*config.lengths, ALL_LENGTHS]
     metrics: list[Metric] = []
@@ -58,7 +58,7 @@ class _Counts:
     reached: NDArray[np.int64]  # [N, K]
 
 
-class _Estimator:
+class Estimator:
     """Makes metrics of rows that belong together: a length, a text."""
 
     def __init__(self, config: AcceptanceConfig) -> None:

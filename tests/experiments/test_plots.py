@@ -12,11 +12,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from page4.experiments.plots import (
+    ForestGroup,
     Series,
     format_tokens,
     plot_acceptance,
     plot_by_position,
     plot_difference,
+    plot_forest,
 )
 from page4.experiments.statistics import Estimate
 
@@ -101,3 +103,34 @@ def test_estimates_without_interval_are_drawn_as_points() -> None:
 @pytest.mark.parametrize(("tokens", "text"), [(96, "96"), (1024, "1k"), (1536, "1.5k"), (32768, "32k")])
 def test_token_counts_are_short(tokens: int, text: str) -> None:
     assert format_tokens(tokens) == text
+
+
+def test_forest_figure_has_a_row_per_condition_and_a_bar_per_sample() -> None:
+    def lines(*levels: float) -> list[Series]:
+        rows = range(len(levels))
+        return [
+            Series(
+                label,
+                rows,
+                [Estimate(level + shift, level + shift - 1, level + shift + 2, 8) for level in levels],
+            )
+            for label, shift in (("4k", 0.0), ("16k", 0.5))
+        ]
+
+    groups = [
+        ForestGroup("first question", ["a", "b"], lines(-1.0, 0.0)),
+        ForestGroup("second question", ["c"], lines(3.0)),
+    ]
+    figure = plot_forest(groups, "effect (points)", "title", "note")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
+    assert [text.get_text() for text in axes.texts] == ["first question", "second question"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["4k", "16k"]
+    assert axes.get_xlabel() == "effect (points)" and axes.yaxis_inverted()
+    bars = [bar for item in axes.collections for bar in item.get_segments()]  # type: ignore[attr-defined]
+    ends = [(bar[0, 0], bar[1, 0]) for bar in bars]
+    assert ends == [(-2, 1), (-1, 2), (-1.5, 1.5), (-0.5, 2.5), (2, 5), (2.5, 5.5)]
+    ticks = axes.get_yticks()
+    nearest = [min(range(3), key=lambda row: abs(ticks[row] - bar[0, 1])) for bar in bars]
+    assert nearest == [0, 1, 0, 1, 2, 2]
+    assert _render(figure).std() > 0.01
