@@ -34,11 +34,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("acceptance")(acceptance)
+app.command("attribution")(attribution)
 app.command("calibrate")(calibrate)
 app.command("capacity")(capacity)
-app.command("quant-error")(quant_error)
-app.command("throughput")(throughput)
-app.command("attribution")(attribution)
 app.command("train")(train)
 app.command("corpus")(corpus)
 app.command("bench")(bench)
