@@ -112,6 +112,9 @@ class SpeculativeDecoder:
     emits comes from a decode step, and between steps the draft layer is never behind the target. Decode steps
     are launched (:meth:`launch`) and their outcome read later (:meth:`collect`), after the next one was
     launched if the caller likes, so that the device need not wait for the host.
+
+    Args:
+        interventions: what a study changes in layers, see :meth:`HybridCache.intervene`.
     """
 
     def __init__(
@@ -128,9 +131,7 @@ class SpeculativeDecoder:
         self.model = model
         self.config = config
         self.cache = model.new_cache(config.cache_config())
-
-    Args:
-        interventions: what a study changes in layers, see :meth:`HybridCache.intervene`.
+        self.cache.intervene(interventions or {})
         rows, drafts, vocabulary = config.max_requests, config.num_draft_tokens, model.config.vocab_size
         self.state = DecodeState(rows, drafts, model.config.ngram_size - 1, vocabulary, model.device)
         chooser = Chooser.of(model.backend, rows, drafts, vocabulary, model.device)
@@ -142,7 +143,6 @@ class SpeculativeDecoder:
         """Takes a cache row for a new request over ``tokens``.
 
         Raises:
-        self.cache.intervene(interventions or {})
             InputError: the prompt is empty, holds an id outside the vocabulary, or is too long, or the
                 request may emit none but tokens outside the vocabulary.
         """
