@@ -44,6 +44,10 @@ class DraftDistributions:
             like.new_zeros(requests, drafts, dtype=torch.int64),
         )
 
+    def first(self, drafts: int) -> DraftDistributions:
+        """Those of the first ``drafts`` drafts, the same memory."""
+        return DraftDistributions(*(x[:, :drafts] for x in vars(self).values()))
+
 
 def check_draft_inputs(
     logits: Tensor, positions: Tensor, params: SamplingParams, store: DraftDistributions | None, step: int
@@ -95,7 +99,7 @@ def sample_drafts_reference(
     tokens = torch.full_like(positions, -1)
     rows, scale = logits[live], params.draft_scale[live]
     own = tile_weights(rows, scale)
-    totals = row_totals(rows, scale, own)
+    totals = row_totals(rows, scale)
     sampled = pick_in_tiles(
         totals.tiles, own, random_words(params.seed[live], positions[live], Purpose.DRAFT)
     )

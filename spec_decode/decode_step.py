@@ -89,7 +89,7 @@ class DecodeStep:
             before.tokens[:, 1 : shape.rows],
             (computed + 1).masked_fill(padded, -1),
             params,
-            store,
+            None if store is None else store.first(shape.rows - 1),
             self._allowed(index, shape) if shape.masked else None,
         )
 

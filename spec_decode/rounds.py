@@ -17,6 +17,7 @@ from page4.kernels.errors import InputError
 
 from .engine import SpeculativeDecoder
 from .request import Phase, Request
+from .sampling import GREEDY, SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,21 @@ class RoundResult:
 
 
 def measure_rounds(
-    decoder: SpeculativeDecoder, texts: Sequence[Sequence[int]], prefix_lengths: Sequence[int]
+    decoder: SpeculativeDecoder,
+    texts: Sequence[Sequence[int]],
+    prefix_lengths: Sequence[int],
+    sampling: Sequence[SamplingOptions] | None = None,
 ) -> RoundResult:
-    """One greedy speculative round from ``text[:P]`` for every text and every P.
+    """One speculative round from ``text[:P]`` for every text and every P.
 
     Args:
         texts: token ids, each at least as long as the last prefix; at most ``max_requests`` of them.
         prefix_lengths: ascending.
+        sampling: of each text; greedy by default. A text draws the same random numbers in every decoder, so
+            that formats are compared on the same luck.
     Raises:
-        InputError: prefixes not ascending, a text too short, no drafts to verify, no texts, or too many.
+        InputError: prefixes not ascending, a text too short, no drafts to verify, no texts, or too many; or
+            the decoder reuses prefixes, so that some texts would not be computed.
     """
     prefixes = list(prefix_lengths)
     if not prefixes or prefixes[0] < 1 or any(b <= a for a, b in itertools.pairwise(prefixes)):
@@ -59,12 +66,17 @@ def measure_rounds(
         raise InputError(f"{len(texts)} texts at once, max_requests is {decoder.config.max_requests}")
     if decoder.config.num_draft_tokens < 1:
         raise InputError("num_draft_tokens is 0: a round needs at least one draft")
+    if decoder.prefix is not None:
+        raise InputError("rounds are measured on texts that are computed: leave prefix out of the decoder")
     if not texts:
         raise InputError("no texts given: a round needs at least one")
+    each = [GREEDY] * len(texts) if sampling is None else list(sampling)
+    if len(each) != len(texts):
+        raise InputError(f"{len(each)} sampling options do not match {len(texts)} texts")
     requests: list[Request] = []
     try:
-        for text in texts:
-            requests.append(decoder.open(text[: prefixes[-1]]))
+        for text, options in zip(texts, each, strict=True):
+            requests.append(decoder.open(text[: prefixes[-1]], options))
         start = decoder.now()
         _read(decoder, requests, prefixes[0] - 1)
         prefill_seconds = decoder.now() - start

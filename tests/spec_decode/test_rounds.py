@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpForCausalLM
-from page4.spec_decode import RoundResult, SpeculativeDecoder, measure_rounds
+from page4.spec_decode import RoundResult, SamplingOptions, SpeculativeDecoder, measure_rounds
 from tests.oracle.tiny import random_tokens
 from tests.spec_decode.conftest import Build
-from tests.spec_decode.reference import naive_round
+from tests.spec_decode.reference import naive_drafts, naive_round
 
 TEXTS = [random_tokens(70, seed) for seed in (31, 32, 33)]
 PREFIXES = [1, 2, 15, 16, 17, 33, 38, 39, 52, 64, 70]
@@ -78,6 +79,41 @@ def test_measuring_twice_gives_the_same(decoder: Build) -> None:
     shared = decoder(3, max_requests=3)
     first, second = (measure(shared, TEXTS, PREFIXES).accepted for _ in range(2))
     assert first.tolist() == second.tolist()
+
+
+@pytest.mark.parametrize("sample_drafts", [False, True])
+def test_a_sampled_round_draws_by_seed_and_not_by_batch(decoder: Build, sample_drafts: bool) -> None:
+    shared = decoder(3, max_requests=3)
+    options = [SamplingOptions(1.0, seed=seed, sample_drafts=sample_drafts) for seed in (5, 6, 7)]
+    together = measure_rounds(shared, TEXTS, PREFIXES, options).accepted
+    alone = [
+        measure_rounds(shared, [text], PREFIXES, [own]).accepted[0]
+        for text, own in zip(TEXTS, options, strict=True)
+    ]
+    assert together.tolist() == [counts.tolist() for counts in alone]
+    others = [SamplingOptions(1.0, seed=seed, sample_drafts=sample_drafts) for seed in (8, 9, 10)]
+    assert measure_rounds(shared, TEXTS, PREFIXES, others).accepted.tolist() != together.tolist()
+
+
+def test_a_sampled_round_accepts_as_often_as_the_distributions_say(
+    model: Qwen4ExpForCausalLM, decoder: Build
+) -> None:
+    """A greedy draft after a drawn token t is accepted with probability p(draft | t)."""
+    prefix, count = TEXTS[0][:33], 384
+    follows = model(torch.tensor([prefix])).logits[0, -1].double().softmax(0)
+    likely = [int(token) for token in follows.argsort(descending=True)[:40]]
+    rate = 0.0
+    for token in likely:
+        text = [*prefix, token]
+        (draft,) = naive_drafts(model, text, 1)
+        accepts = model(torch.tensor([text])).logits[0, -1].double().softmax(0)[draft]
+        rate += float(follows[token] * accepts)
+    missed = 1 - float(follows[likely].sum())
+    options = [SamplingOptions(1.0, seed=seed) for seed in range(count)]
+    accepted = measure_rounds(decoder(1, max_requests=count), [prefix] * count, [33], options).accepted
+    error = 4.5 * (rate * (1 - rate) / count) ** 0.5  # one run in 150,000 is further away
+    assert rate - error <= float(accepted.float().mean()) <= rate + missed + error
+    assert missed < 0.3 and 0.05 < rate < 0.95
 
 
 def test_shapes_and_timings(decoder: Build) -> None:
