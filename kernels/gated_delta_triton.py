@@ -115,6 +115,18 @@ def _softplus(x):
 
 
 @triton.jit
+def decay_rate(p_a_log, i_head):
+    """What a head's log decay is proportional to, FP32."""
+    return -tl.exp(tl.load(p_a_log + i_head).to(tl.float32))
+
+
+@triton.jit
+def decay_and_beta(a, b, rate, dt_bias):
+    """Log decay and strength of the write of one row or of several, FP32."""
+    return rate * _softplus(a.to(tl.float32) + dt_bias.to(tl.float32)), tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
 def _past(
     p_request, o_channel, channels, position, BACK: tl.constexpr, CAPACITY: tl.constexpr, TAPS: tl.constexpr
 ):
@@ -210,8 +222,7 @@ def gated_delta_kernel(
     b_q0, b_k0, b_v0 = tl.load(p_row + o_q), tl.load(p_row + o_key), tl.load(p_row + o_value)
     a = tl.load(p_a + first * stride_a + i_head)
     b = tl.load(p_b + first * stride_b + i_head)
-    rate = -tl.exp(tl.load(p_a_log + i_head).to(tl.float32))
-    dt_bias = tl.load(p_dt_bias + i_head).to(tl.float32)
+    rate, dt_bias = decay_rate(p_a_log, i_head), tl.load(p_dt_bias + i_head)
     for t in range(rows):
         row = first + t
         # The next row is on its way while this one is computed.
@@ -228,10 +239,9 @@ def gated_delta_kernel(
         b_k = _l2_normalise(_activate(b_k0, b_k1, b_k2, b_k3, b_kw0, b_kw1, b_kw2, b_kw3))
         b_k = _settled(b_k, 0)
         b_v = _settled(_activate(b_v0, b_v1, b_v2, b_v3, b_vw0, b_vw1, b_vw2, b_vw3), 1)
-        decay = tl.exp(rate * _softplus(a.to(tl.float32) + dt_bias))
-        beta = tl.sigmoid(b.to(tl.float32))
+        g, beta = decay_and_beta(a, b, rate, dt_bias)
 
-        b_state *= decay
+        b_state *= tl.exp(g)
         b_correction = beta * (b_v - tl.sum(b_state * b_k[:, None], axis=0))  # [BV]
         b_state += b_k[:, None] * b_correction[None, :]
         if EVERY_ROW:
@@ -290,16 +300,11 @@ def gated_delta_triton(
         InputError: shapes, dtypes, strides or devices that disagree, sizes that the kernel is not made for,
             or more rows than slots.
     """
-    key_heads = _checked_key_heads(inputs, weights, ring, state, rows, every_row)
+    key_heads = checked_key_heads(inputs, weights, ring, state, rows, every_row)
     heads, key_dim, value_dim = state.shape[2:]
     config = config or default_delta_config(key_dim, value_dim)
     config.check(value_dim, gated=inputs.z is not None)
-    dtype = torch.float32 if inputs.z is None else inputs.z.dtype
-    shape = (inputs.mixed.shape[0], heads * value_dim)
-    if out is None:
-        out = inputs.mixed.new_empty(shape, dtype=dtype)
-    if out.shape != shape or out.dtype != dtype or out.stride(1) != 1:
-        raise InputError(f"out must be {dtype} {list(shape)} of adjacent columns, got {list(out.shape)}")
+    out = checked_out(inputs, heads, value_dim, out)
     taps = weights.conv.shape[1]
     in_place = stores_in_place(ring, taps - 1, rows)
     batch = rows.requests.shape[0]
@@ -322,7 +327,22 @@ def gated_delta_triton(
     return out
 
 
-def _checked_key_heads(
+def checked_out(inputs: DeltaInputs, heads: int, value_dim: int, out: Tensor | None) -> Tensor:
+    """Where a call writes ``[N, Hv Dv]``: what was given, or new memory.
+
+    Raises:
+        InputError: a shape, dtype or strides that do not fit.
+    """
+    dtype = torch.float32 if inputs.z is None else inputs.z.dtype
+    shape = (inputs.mixed.shape[0], heads * value_dim)
+    if out is None:
+        out = inputs.mixed.new_empty(shape, dtype=dtype)
+    if out.shape != shape or out.dtype != dtype or out.stride(1) != 1:
+        raise InputError(f"out must be {dtype} {list(shape)} of adjacent columns, got {list(out.shape)}")
+    return out
+
+
+def checked_key_heads(
     inputs: DeltaInputs,
     weights: DeltaWeights,
     ring: Tensor,
@@ -330,7 +350,11 @@ def _checked_key_heads(
     rows: RequestRows,
     every_row: bool,
 ) -> int:
-    """Number of key heads of a call whose tensors fit together."""
+    """Number of key heads of a call whose tensors fit together.
+
+    Raises:
+        InputError: they do not, or have sizes without kernels.
+    """
     check_ring(inputs.mixed, weights.conv, ring)
     num_rows, channels = inputs.mixed.shape
     rows.check(num_rows, inputs.mixed.device)

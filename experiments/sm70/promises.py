@@ -53,6 +53,11 @@ PROMISES = {
     "choose_draft_kernel": Promise(loads=(4, 16), stores=(4, 8)),
     # Gates are one number a row, and heads of 128 numbers one number a thread.
     "gated_delta_kernel": Promise(loads=(2, 16), stores=(2, 16)),
+    # The same gates, a chunk at a time; which request it is of is one number.
+    "delta_keys_kernel": Promise(loads=(8, 16), stores=(16, 16), tensor_cores=80),
+    "delta_solve_kernel": Promise(loads=(2, 16), stores=(4, 16), tensor_cores=80),
+    "delta_state_kernel": Promise(loads=(4, 16), stores=(4, 16), tensor_cores=80),
+    "delta_norm_kernel": Promise(loads=(2, 16), stores=(2, 16)),
     "causal_conv_kernel": Promise(loads=(2, 16), stores=(16, 16)),
     "store_inputs_kernel": Promise(loads=(4, 16), stores=(16, 16)),
     "group_norm_kernel": Promise(loads=(16, 16), stores=(16, 16)),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from page4.kernels.causal_conv_triton import causal_conv_triton
+from page4.kernels.gated_delta_dispatch import prefill_gated_delta
 from page4.kernels.gated_delta_triton import DeltaInputs, DeltaWeights, gated_delta_triton, norms_in_kernel
 from page4.kernels.recurrent_rows import RequestRows
 
@@ -42,12 +44,21 @@ def recurrent_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     for heads in HEADS:
         yield f"{heads}, {ROWS} rows x{REQUESTS}", partial(_mix, heads, ROWS, every_row=True)
         yield f"{heads}, chunk of {CHUNK}", partial(_mix, heads, CHUNK, every_row=False)
+        yield f"{heads}, prompt of {CHUNK}", partial(_prefill, heads)
     yield f"{PLE_CHANNELS} channels, {ROWS} rows x{REQUESTS}", partial(_convolve, ROWS)
     yield f"{PLE_CHANNELS} channels, chunk of {CHUNK}", partial(_convolve, CHUNK)
 
 
 def _mix(heads: Heads, rows: int, every_row: bool) -> None:
-    batch = REQUESTS if every_row else 1
+    gated_delta_triton(**_inputs(heads, REQUESTS if every_row else 1, rows), every_row=every_row)
+
+
+def _prefill(heads: Heads) -> None:
+    prefill_gated_delta(**_inputs(heads, 1, CHUNK))
+
+
+def _inputs(heads: Heads, batch: int, rows: int) -> dict[str, Any]:
+    """Arguments of a call, by the launchers' names."""
     width = heads.values * heads.value_dim
     channels = 2 * heads.keys * heads.key_dim + width
     inputs = DeltaInputs(
@@ -61,7 +72,7 @@ def _mix(heads: Heads, rows: int, every_row: bool) -> None:
     )
     ring = _half(batch, TAPS - 1 + ROWS, channels)
     state = torch.empty(batch, ROWS, heads.values, heads.key_dim, heads.value_dim)
-    gated_delta_triton(inputs, weights, ring, state, _rows(batch, rows), every_row)
+    return {"inputs": inputs, "weights": weights, "ring": ring, "state": state, "rows": _rows(batch, rows)}
 
 
 def _convolve(rows: int) -> None:

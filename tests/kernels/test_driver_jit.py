@@ -41,7 +41,10 @@ gpu_only = pytest.mark.skipif(
     reason="needs a GPU of compute capability 7.0 or newer",
 )
 FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
-OTHER_CAPABILITIES = ("page4_attention_ampere_kernel", "page4_attention_hopper_kernel")
+OTHER_CAPABILITIES = (
+    "page4_attention_ampere_kernel", "page4_attention_hopper_kernel",
+    "delta_keys_kernel", "delta_solve_kernel", "delta_state_kernel", "delta_norm_kernel",
+)  # fmt: skip
 
 
 def score(heads: int, dim: int, rows_per_group: int) -> None:

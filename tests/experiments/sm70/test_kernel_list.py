@@ -25,10 +25,11 @@ EVERYWHERE = {
     "gated_delta_kernel", "causal_conv_kernel", "store_inputs_kernel", "group_norm_kernel", "activate_kernel",
     "mix_streams_kernel", "write_streams_kernel", "route_kernel", "swiglu_kernel", "combine_kernel",
 }  # fmt: skip
+CHUNKS = {"delta_keys_kernel", "delta_solve_kernel", "delta_state_kernel", "delta_norm_kernel"}
 SOME = {
     70: {"page4_attention_volta_kernel", "index_scores_volta_kernel"},
-    80: {"page4_attention_ampere_kernel", "index_scores_kernel"},
-    90: {"page4_attention_ampere_kernel", "page4_attention_hopper_kernel", "index_scores_kernel"},
+    80: {"page4_attention_ampere_kernel", "index_scores_kernel"} | CHUNKS,
+    90: {"page4_attention_ampere_kernel", "page4_attention_hopper_kernel", "index_scores_kernel"} | CHUNKS,
 }
 
 
