@@ -29,6 +29,7 @@ def collect_info() -> dict[str, Any]:
         "hardware": hardware(),
         "checkpoint": checkpoint_state(CHECKPOINT),
         "attention": attention_state(),
+        "delta_prefill": delta_prefill_state(),
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
         "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
     }
@@ -78,6 +79,19 @@ def attention_state() -> dict[str, Any]:
     return state
 
 
+def delta_prefill_state() -> dict[str, Any]:
+    """Which form of the gated delta rule `backend=triton` runs on prompts here; None where none can."""
+    try:
+        from page4.kernels.gated_delta_dispatch import choose_prefill_form
+        from page4.kernels.page4_attention_dispatch import device_capability
+    except ImportError:
+        return {"form": None, "why": "Triton is not installed"}
+    if not torch.cuda.is_available():
+        return {"form": None, "why": "it needs a GPU"}
+    form, why = choose_prefill_form("auto", device_capability(torch.device("cuda")))
+    return {"form": form, "why": why}
+
+
 def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     """The record as (name, text) lines for people."""
     hardware, checkpoint = record["hardware"], record["checkpoint"]
@@ -93,6 +107,8 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("checkpoint", size if checkpoint["found"] else "not found in page4.model"))
     attention = record["attention"]
     lines.append(("attention kernel", f"{attention['implementation'] or 'none'}: {attention['why']}"))
+    prefill = record["delta_prefill"]
+    lines.append(("delta rule of prompts", f"{prefill['form'] or 'none'}: {prefill['why']}"))
     tuned = f"{attention['entries']} tuned ones in {attention['file']}"
     if attention["predicted"]:
         tuned += f", {attention['predicted']} of them predicted, not measured"

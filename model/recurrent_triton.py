@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from page4.kernels.causal_conv_triton import causal_conv_triton
+from page4.kernels.gated_delta_dispatch import prefill_gated_delta
 from page4.kernels.gated_delta_triton import DeltaInputs, DeltaWeights, gated_delta_triton, norms_in_kernel
 from page4.kernels.recurrent_rows import RequestRows
 from page4.kvcache.recurrent import ConvSlots, GatedDeltaSlots
@@ -30,10 +31,11 @@ def mix_triton(layer: GatedDeltaNet, x: Tensor, batch: RowBatch, slots: GatedDel
     for group in batch.groups:
         own = slice(group.start, group.stop)
         inputs = DeltaInputs(mixed[own], a[own], b[own], None if z is None else z[own])
-        gated_delta_triton(
-            inputs, weights, slots.conv.state, slots.state, _request_rows(batch, group),
-            every_row=group.decode, eps=layer.eps, out=out[own],
-        )  # fmt: skip
+        call = (inputs, weights, slots.conv.state, slots.state, _request_rows(batch, group))
+        if group.decode:
+            gated_delta_triton(*call, every_row=True, eps=layer.eps, out=out[own])
+        else:
+            prefill_gated_delta(*call, eps=layer.eps, out=out[own])
     if normed:
         return layer.out_proj(out)
     return layer.finish(out.unflatten(1, (layer.value_heads, layer.value_dim)), x)

@@ -13,6 +13,7 @@ from page4.experiments.info import (
     attention_state,
     checkpoint_state,
     collect_info,
+    delta_prefill_state,
     describe,
     stack_name,
 )
@@ -64,3 +65,14 @@ def test_the_attention_kernel_of_this_machine_is_named_with_its_reason(
     lines = dict(describe(collect_info() | {"attention": state}))
     assert lines["attention kernel"] == f"{state['implementation'] or 'none'}: {state['why']}"
     assert ("by rule" in lines["configurations"]) == (state["file"] is None)
+
+
+def test_the_form_of_the_delta_rule_is_named_with_its_reason() -> None:
+    state = delta_prefill_state()
+    if torch.cuda.is_available():
+        old = torch.cuda.get_device_capability() < (8, 0)
+        assert state["form"] == ("scan" if old else "chunk")
+    else:
+        assert state == {"form": None, "why": "it needs a GPU"}
+    line = dict(describe(collect_info()))["delta rule of prompts"]
+    assert line == f"{state['form'] or 'none'}: {state['why']}"
