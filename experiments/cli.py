@@ -20,6 +20,7 @@ from page4.experiments.cli_capacity import capacity
 from page4.experiments.cli_corpus import corpus
 from page4.experiments.cli_generate import generate
 from page4.experiments.cli_info import info
+from page4.experiments.cli_quant_error import quant_error
 from page4.experiments.cli_scales import app as scales
 from page4.experiments.cli_sm70 import app as sm70
 from page4.experiments.cli_train import train
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("acceptance")(acceptance)
+app.command("quant-error")(quant_error)
 app.command("attribution")(attribution)
 app.command("calibrate")(calibrate)
 app.command("capacity")(capacity)

@@ -90,7 +90,7 @@ def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None
     commands = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
-    assert set(re.findall(r"`(?:\.venv/bin/)?page4 ([a-z0-9]+)", text)) <= commands
+    assert set(re.findall(r"`(?:\.venv/bin/)?page4 ([a-z0-9-]+)", text)) <= commands
     assert set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / link).exists(), link

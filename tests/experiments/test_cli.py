@@ -20,6 +20,7 @@ from page4.kvcache.overlay import PrototypeScales
 
 COMMANDS = (
     "acceptance",
+    "quant-error",
     "calibrate",
     "capacity",
     "scales",
@@ -68,6 +69,7 @@ def test_help_does_not_wait_for_pytorch() -> None:
         (["acceptance", "--set", "arms=[[a, fp16, fp17, 0]]"], "fp17"),
         (["acceptance", "--config", "missing.yaml"], "missing.yaml: No such file or directory"),
         (["acceptance", "--set", "model=no/such/folder"], "no/such/folder"),
+        (["quant-error", "--set", "rules=max,median"], "rules[1] must be one of max, percentile, mse"),
         (["train", "--set", "data=no/such/folder"], "no/such/folder"),
         (["capacity", "--set", "geometry=no/such/folder"], "geometry 'no/such/folder' is neither a folder"),
         (["capacity", "--set", "tensor_parallel=3"], "2 KV heads cannot be shared by 3 ranks"),

@@ -1,0 +1,168 @@
+"""Estimates of the study from its samples alone, so that a summary can be made again from the files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from page4.experiments.quant_error.config import QuantErrorConfig, Window
+from page4.experiments.samples import Row
+from page4.experiments.statistics import Estimate, bootstrap, ratio, relative_difference
+from page4.kernels.codecs import BYTE_FLOATS
+
+UNITS = {
+    "k_error": "fraction",
+    "v_error": "fraction",
+    "k_expected": "fraction",
+    "v_expected": "fraction",
+    "k_clipped": "fraction",
+    "v_clipped": "fraction",
+    "k_subnormal": "fraction",
+    "v_subnormal": "fraction",
+    "output_local": "fraction",
+    "output_accumulated": "fraction",
+    "jaccard": "fraction",
+    "kl": "nats",
+    "flips": "fraction",
+}
+"""Every measured quantity and its unit; see the columns of the samples."""
+
+_WITHOUT_INTERVAL = {name for name in UNITS if name.endswith(("_expected", "_clipped", "_subnormal"))}
+"""What describes the stored values rather than an effect."""
+
+_COMPARED = ("output_accumulated", "kl", "flips")
+"""What is also compared with the reference arm, as `<name>_change` in percent."""
+
+METRIC_COLUMNS = (
+    "metric", "arm", "length", "first", "stop", "layer", "unit", "value", "low", "high", "clusters",
+)  # fmt: skip
+
+_NOT_MEASURED = Estimate(math.nan, math.nan, math.nan, 0)
+
+
+class Place(NamedTuple):
+    """What an estimate is about: arm, context length, window of its positions, and layer or logits."""
+
+    arm: str
+    length: int
+    window: Window
+    layer: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One estimated quantity: a mean over prompts, or its change against the reference arm."""
+
+    name: str
+    place: Place
+    unit: str
+    estimate: Estimate
+
+    def to_row(self) -> Row:
+        """A flat record for `summary.csv` and `summary.json`."""
+        arm, length, window, layer = self.place
+        about = {"metric": self.name, "arm": arm, "length": length, "first": window.first}
+        about |= {"stop": window.stop, "layer": layer, "unit": self.unit}
+        found = {name: _short(value) for name, value in self.estimate.to_json().items()}
+        return about | found
+
+
+class Metrics:
+    """The metrics of a study, found by what they are about."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.all = list(metrics)
+        self._found = {(metric.name, metric.place): metric.estimate for metric in self.all}
+
+    def get(self, name: str, arm: str, length: int, window: Window, layer: str) -> Estimate:
+        """The estimate; all NaN, of no clusters, when the study did not measure it."""
+        return self._found.get((name, Place(arm, length, window, layer)), _NOT_MEASURED)
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the sparse layers, in the order in which they run."""
+        return list(dict.fromkeys(m.place.layer for m in self.all if m.name == "k_error"))
+
+    @property
+    def logits(self) -> list[str]:
+        """Names of the logits, the target's first."""
+        return list(dict.fromkeys(m.place.layer for m in self.all if m.name == "kl"))
+
+
+def unquantised_format(config: QuantErrorConfig) -> str:
+    """What the pass that arms are compared with stores: the activations' own dtype."""
+    return "fp16" if config.device == "cuda" else "fp32"
+
+
+def reference_arm(config: QuantErrorConfig) -> str | None:
+    """The first arm of an 8-bit float, with which the others are compared."""
+    return next((arm.name for arm in config.arms if arm.kv_format in BYTE_FLOATS), None)
+
+
+def summarise(config: QuantErrorConfig, layers: Sequence[Row], logits: Sequence[Row]) -> Metrics:
+    """All estimates of a finished study.
+
+    Args:
+        config: Resolved.
+        layers: Rows of `samples.csv`; all arms have the same prompts everywhere.
+        logits: Rows of `logits.csv`.
+    """
+    reference = reference_arm(config)
+    metrics: list[Metric] = []
+    for rows in (layers, logits):
+        values = _by_place(rows)
+        for place, columns in values.items():
+            for name, of_prompts in columns.items():
+                metrics.append(
+                    Metric(name, place, UNITS[name], _mean(config, of_prompts, name not in _WITHOUT_INTERVAL))
+                )
+                if name in _COMPARED and reference is not None and place.arm != reference:
+                    of_reference = values[place._replace(arm=reference)][name]
+                    change = _change(config, of_prompts, of_reference)
+                    metrics.append(Metric(f"{name}_change", place, "percent", change))
+    return Metrics(metrics)
+
+
+def _short(value: float | int | None) -> float | int | None:
+    """Six digits, as samples have; no file needs more."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _by_place(rows: Sequence[Row]) -> dict[Place, dict[str, NDArray[np.float64]]]:
+    """Values `[prompts]` of every quantity, in the order of the prompts' names, which is that of all arms."""
+    grouped: dict[Place, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["prompt"]):
+        place = Place(row["arm"], row["length"], Window(row["first"], row["stop"]), row["layer"])
+        grouped.setdefault(place, []).append(row)
+    return {
+        place: {name: np.array([row[name] for row in group]) for name in UNITS if name in group[0]}
+        for place, group in grouped.items()
+    }
+
+
+def _mean(config: QuantErrorConfig, values: NDArray[np.float64], with_interval: bool) -> Estimate:
+    if not with_interval:
+        return Estimate(float(values.mean()), math.nan, math.nan, len(values))
+    return bootstrap(
+        ratio(values, np.ones_like(values)),
+        len(values),
+        resamples=config.resamples,
+        confidence=config.confidence,
+        seed=config.seed,
+    )
+
+
+def _change(config: QuantErrorConfig, treated: NDArray[np.float64], control: NDArray[np.float64]) -> Estimate:
+    ones = np.ones_like(treated)
+    return bootstrap(
+        relative_difference(ratio(treated, ones), ratio(control, ones)),
+        len(treated),
+        resamples=config.resamples,
+        confidence=config.confidence,
+        seed=config.seed,
+    ).scaled(100)
