@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from page4.experiments.device import resolve_device
 from page4.kernels.errors import InputError
 from page4.kvcache import LayerFormats
 from page4.kvcache.layer_formats import draft_format
+from page4.spec_decode import SamplingOptions
 from page4.spec_decode.engine import MAX_DRAFT_TOKENS
 
 
@@ -64,7 +66,10 @@ class AcceptanceConfig:
         rounds_per_prompt: Speculative rounds from each prompt.
         round_stride: Tokens of real text between two rounds.
         batch_size: Prompts measured together.
-        num_draft_tokens: K, drafts per round.
+        num_draft_tokens: K, drafts per round. Drafts are made one after another, so rounds of K hold those of
+            fewer: the table of numbers of drafts needs one run.
+        temperature: Of tokens; 0 is greedy. A prompt draws the same random numbers in every arm.
+        sample_drafts: At a temperature above 0, draft from the head's distribution, not its argmax.
         prefill_chunk: Tokens per prefill step.
         scales: Static scales: calibrated from the beginnings of the "prompts", the "shipped" checkpoint's
             overlay, or an overlay's folder.
@@ -99,6 +104,8 @@ class AcceptanceConfig:
     round_stride: int = 16
     batch_size: int | None = None
     num_draft_tokens: int = 3
+    temperature: float = 0.0
+    sample_drafts: bool = True
     prefill_chunk: int = 2048
     scales: Literal["prompts", "shipped"] | Path = "prompts"
     allow_unit_target_scales: bool = False
@@ -150,6 +157,7 @@ class AcceptanceConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise InputError(f"{name} must be at least {low}, got {value}")
+        self.sampling(0)
         if not 0 <= self.max_repeated_4grams <= 1:
             raise InputError(f"max_repeated_4grams must be between 0 and 1, got {self.max_repeated_4grams}")
         if not 0 < self.confidence < 1:
@@ -159,6 +167,23 @@ class AcceptanceConfig:
     def all_arms(self) -> tuple[Arm, ...]:
         """The arms by field name, the baseline first."""
         return tuple(Arm(*arm) for arm in self.arms)
+
+    def sampling(self, prompt: int) -> SamplingOptions:
+        """How a prompt chooses its tokens, in every arm.
+
+        Raises:
+            InputError: The temperature is out of range.
+        """
+        seed = zlib.crc32(f"{self.seed}:{prompt}".encode())
+        return SamplingOptions(self.temperature, seed=seed, sample_drafts=self.sample_drafts)
+
+    @property
+    def kind_of_rounds(self) -> str:
+        """How rounds choose tokens, in words."""
+        if not self.temperature:
+            return "greedy rounds"
+        drafts = "sampled" if self.sample_drafts else "greedy"
+        return f"rounds at temperature {self.temperature:g} with {drafts} drafts"
 
     @property
     def baseline(self) -> Arm:

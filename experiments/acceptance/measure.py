@@ -95,15 +95,18 @@ class Measurer:
         return ("plain_greedy", arm, prompt) if cell.kind == "check" else (arm, cell.length, prompt)
 
     def rounds(self, cell: Cell) -> list[Row]:
-        """One greedy round from every real-text prefix of the cell's prompts."""
+        """One round from every real-text prefix of the cell's prompts."""
         texts, prefixes = round_inputs(self._config, self._prompts, cell)
-        return round_rows(self._prompts, cell, measure_rounds(self._decoder(cell.arm), texts, prefixes))
+        sampling = [self._config.sampling(index) for index in cell.prompts]
+        result = measure_rounds(self._decoder(cell.arm), texts, prefixes, sampling)
+        return round_rows(self._prompts, cell, result)
 
     def generation(self, cell: Cell) -> list[Row]:
         """Continue the cell's one prompt freely."""
         (index,) = cell.prompts
         prompt = self._prompts.tokens(index, cell.arm, cell.length)
-        (generation,), stats = generate(self._decoder(cell.arm), [prompt], self._config.generation_tokens)
+        decoder, sampling = self._decoder(cell.arm), self._config.sampling(index)
+        (generation,), stats = generate(decoder, [prompt], self._config.generation_tokens, sampling=sampling)
         milliseconds = 1000 * np.asarray(stats.step_seconds)
         return [
             {
@@ -120,7 +123,7 @@ class Measurer:
         ]
 
     def check(self, cell: Cell) -> list[Row]:
-        """Compare speculative with plain greedy output of the cell's prompt, both in the arm's formats."""
+        """Compare speculative with plain output of the cell's prompt, both greedy, in the arm's formats."""
         (index,) = cell.prompts
         prompt = self._prompts.tokens(index, cell.arm, cell.length)
         tokens = self._config.generation_tokens

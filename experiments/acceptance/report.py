@@ -40,6 +40,7 @@ def write_report(
         },
         "lengths": list(config.lengths or ()),
         "num_draft_tokens": config.num_draft_tokens,
+        "temperature": config.temperature,
         "prompts": {str(length): config.prompts_at(length) for length in config.lengths or ()},
         "rounds_per_prompt": config.rounds_per_prompt,
         "device": config.device,
@@ -80,7 +81,7 @@ def _write_figures(results: ResultFolder, config: AcceptanceConfig, metrics: Met
         plot_acceptance(
             [series("acceptance", arm, arm_label(arm)) for arm in config.all_arms],
             f"Acceptance of {config.num_draft_tokens} MTP drafts against context length",
-            f"Greedy rounds from real text, {sample}; {bars}",
+            f"{config.kind_of_rounds.capitalize()} from real text, {sample}; {bars}",
         ),
     )
     if config.treated:

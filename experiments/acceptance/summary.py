@@ -41,6 +41,7 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
         chosen = [row for row in rounds if length in (row["length"], ALL_LENGTHS)]
         metrics += estimator.acceptance(chosen, length, ALL_TEXTS)
         metrics += estimator.by_position(chosen, length)
+        metrics += estimator.by_drafts(chosen, length)
     for text in sorted({row["text"] for row in rounds}):
         metrics += estimator.acceptance([row for row in rounds if row["text"] == text], ALL_LENGTHS, text)
     for length in config.lengths:
@@ -103,6 +104,28 @@ class Estimator:
             for name, arm, unit, statistic in statistics:
                 estimate = self._estimate(statistic, prompts, unit)
                 metrics.append(Metric(name, arm.name, length, ALL_TEXTS, index + 1, unit, estimate))
+        return metrics
+
+    def by_drafts(self, rows: Sequence[Row], length: int | str) -> list[Metric]:
+        """Acceptance and tokens per step of 1 to K drafts; `position` of these metrics is their number."""
+        counts = self._counts(rows)
+        prompts = len(counts[self._base].rounds)
+        metrics = []
+        for drafts in range(1, self._config.num_draft_tokens + 1):
+            accepted = {arm: c.reached[:, :drafts].sum(1) for arm, c in counts.items()}
+            share = {arm: ratio(accepted[arm], drafts * c.rounds) for arm, c in counts.items()}
+            statistics = [("acceptance_of", arm, "fraction", share[arm]) for arm in counts]
+            statistics += [
+                ("tokens_per_step_of", arm, "tokens", ratio(accepted[arm] + c.rounds, c.rounds))
+                for arm, c in counts.items()
+            ]
+            statistics += [
+                ("acceptance_of_difference", arm, "points", difference(share[arm], share[self._base]))
+                for arm in self._others
+            ]
+            for name, arm, unit, statistic in statistics:
+                estimate = self._estimate(statistic, prompts, unit)
+                metrics.append(Metric(name, arm.name, length, ALL_TEXTS, drafts, unit, estimate))
         return metrics
 
     def speed(self, rows: Sequence[Row], length: int) -> list[Metric]:

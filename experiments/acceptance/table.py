@@ -45,6 +45,7 @@ def markdown_table(config: AcceptanceConfig, metrics: Metrics, summary: dict[str
     """
     parts = [_by_length(config, metrics, arm) for arm in config.treated or config.controls]
     parts.append(_notes(config))
+    parts.append(_by_drafts(config, metrics))
     parts.append(_by_text(config, metrics))
     parts += [_check_line(name, by_arm) for name, by_arm in summary["checks"].items()]
     free = summary["generation"]
@@ -79,6 +80,25 @@ def _by_length(config: AcceptanceConfig, metrics: Metrics, arm: Arm) -> str:
     return f"**{arm.name} against {base.name}**\n\n" + table(header, rows)
 
 
+def _by_drafts(config: AcceptanceConfig, metrics: Metrics) -> str:
+    base, others = config.baseline.name, config.all_arms[1:]
+    header = [
+        "drafts",
+        f"{base} tokens/step",
+        f"{base} acceptance",
+        *(f"{arm.name}, points" for arm in others),
+    ]
+    rows = []
+    for drafts in range(1, config.num_draft_tokens + 1):
+        emitted = metrics.get("tokens_per_step_of", base, ALL_LENGTHS, drafts)
+        acceptance = metrics.get("acceptance_of", base, ALL_LENGTHS, drafts)
+        cells = [str(drafts), f"{emitted.value:.2f}", percent(acceptance.scaled(100))]
+        for arm in others:
+            cells.append(signed(metrics.get("acceptance_of_difference", arm.name, ALL_LENGTHS, drafts)))
+        rows.append(cells)
+    return "**By number of drafts, all lengths together**\n\n" + table(header, rows)
+
+
 def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
     base, others = config.baseline, config.all_arms[1:]
     header = ["text", "prompts", f"{base.name} acceptance", *(f"{arm.name}, points" for arm in others)]
@@ -94,10 +114,11 @@ def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
 
 def _notes(config: AcceptanceConfig) -> str:
     return (
-        f"{config.rounds_per_prompt} greedy rounds of {config.num_draft_tokens} drafts from every prompt, on "
-        f"{config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if "
-        f"there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds are medians of "
-        f"paired quotients of batches of {config.batch_size}; a step drafts and verifies for the whole batch."
+        f"{config.rounds_per_prompt} {config.kind_of_rounds}, {config.num_draft_tokens} drafts each, from "
+        f"every prompt, on {config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals "
+        f"over prompts, if there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds "
+        f"are medians of paired quotients of batches of {config.batch_size}; a step drafts and verifies for "
+        f"the whole batch."
         + (
             ""
             if config.lengths_are_paired

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from page4.experiments.acceptance import AcceptanceConfig
 from page4.experiments.config import config_to_dict, load_config
 from page4.kernels.errors import InputError
+from page4.spec_decode import SamplingOptions
 
 
 def test_default_arms_are_baseline_treated_and_control() -> None:
@@ -50,6 +52,18 @@ def test_quick_is_smaller_in_every_way() -> None:
     assert quick.rounds_per_prompt < full.rounds_per_prompt
 
 
+def test_a_prompt_has_the_same_luck_in_every_arm_and_another_seed_other_luck() -> None:
+    config = AcceptanceConfig(temperature=1.0, seed=2)
+    assert (
+        config.sampling(5)
+        == config.sampling(5)
+        == SamplingOptions(1.0, seed=config.sampling(5).seed, sample_drafts=True)
+    )
+    others = [config.sampling(6), dataclasses.replace(config, seed=3).sampling(5)]
+    assert config.sampling(5).seed not in [options.seed for options in others]
+    assert not AcceptanceConfig().sampling(5).samples
+
+
 def test_arms_can_be_given_on_the_command_line() -> None:
     arms = "arms=[[a, fp16, fp16, 0], [b, e4m3, fp16, 0], [c, int8, int8, 0], [d, e5m2, e3m4, 0]]"
     config = load_config(AcceptanceConfig, overrides=[arms])
@@ -82,6 +96,7 @@ def test_arms_can_be_given_on_the_command_line() -> None:
         ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
         ({"generation_tokens": 0}, "generation_tokens must be at least"),
         ({"resamples": 5}, "resamples must be at least 100"),
+        ({"temperature": -1.0}, "temperature is -1.0, expected 0"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"confidence": 1.0}, "confidence must lie between 0 and 1"),
         ({"max_repeated_4grams": 1.5}, "max_repeated_4grams must be between 0 and 1"),

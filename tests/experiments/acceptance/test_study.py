@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import re
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from page4.experiments.acceptance import measure, run
+from page4.experiments.acceptance.measure import ROUND_COLUMNS
 from page4.experiments.acceptance.scales import DYNAMIC
 from page4.experiments.acceptance.study import load_encoder
+from page4.experiments.samples import read_samples
 from page4.kernels.errors import InputError
 from page4.kernels.tunable import TUNABLE
 from page4.kernels.tuning import active, device_name, triton_version
@@ -166,9 +169,9 @@ def test_arms_see_the_same_prompts_and_lengths_the_same_targets(
     seen: list[list[list[int]]] = []
     real = measure.measure_rounds
 
-    def spy(decoder: Any, prompts: list[list[int]], prefixes: list[int]) -> Any:
+    def spy(decoder: Any, prompts: list[list[int]], *others: Any) -> Any:
         seen.append(prompts)
-        return real(decoder, prompts, prefixes)
+        return real(decoder, prompts, *others)
 
     monkeypatch.setattr(measure, "measure_rounds", spy)
     run(
@@ -217,12 +220,29 @@ def test_finished_study_is_summarised_again_and_not_measured(
     assert recorder.done == recorder.total > 0
 
 
+def test_a_sampled_study_says_so_and_resumes_to_the_same_counts(
+    checkpoint: Path, texts: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(checkpoint, texts, lengths=(48,), temperature=1.0, num_draft_tokens=2)
+    counts = []
+    for name in ("one", "two"):
+        run(config, tmp_path / name)
+        rows = read_samples(tmp_path / name / "samples.csv", ROUND_COLUMNS)
+        counts.append([row["accepted"] for row in rows])
+    assert counts[0] == counts[1]
+    run(dataclasses.replace(config, temperature=0.0), tmp_path / "greedy")
+    rows = read_samples(tmp_path / "greedy" / "samples.csv", ROUND_COLUMNS)
+    assert [row["accepted"] for row in rows] != counts[0]
+    table = (tmp_path / "one" / "table.md").read_text()
+    assert "rounds at temperature 1 with sampled drafts, 2 drafts each" in table
+
+
 def test_corrupt_verifier_is_reported(
     checkpoint: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = measure.generate
 
-    def accept_everything(decoder: Any, prompts: list[list[int]], tokens: int) -> Any:
+    def accept_everything(decoder: Any, prompts: list[list[int]], tokens: int, **_: Any) -> Any:
         (generation,), stats = real(decoder, prompts, tokens)
         if decoder.config.num_draft_tokens:
             generation = Generation([5] * tokens, [3] * (tokens // 3))

@@ -106,6 +106,17 @@ def test_position_counts_rounds_that_got_at_least_so_far(config: AcceptanceConfi
     assert metrics.get("acceptance_at_difference", "e4m3", 96, position=1).value == pytest.approx(-25)
 
 
+def test_rounds_of_three_drafts_hold_those_of_fewer(config: AcceptanceConfig) -> None:
+    """Two of four rounds accept 3 and two accept 1: with two drafts they would have accepted 2 and 1."""
+    metrics = summarise(config, rounds(lambda *key: 3 if key[3] < 2 else 1, lambda arm: 1.0), [])
+    shares = [metrics.get("acceptance_of", "e4m3", 48, drafts).value for drafts in (1, 2, 3)]
+    assert shares == pytest.approx([1, 6 / 8, 8 / 12])
+    emitted = [metrics.get("tokens_per_step_of", "e4m3", ALL_LENGTHS, drafts).value for drafts in (1, 2, 3)]
+    assert emitted == pytest.approx([2, 2.5, 3])
+    assert shares[-1] == metrics.get("acceptance", "e4m3", 48).value
+    assert metrics.get("acceptance_of_difference", "e4m3", 48, 2).value == 0
+
+
 def test_pairing_is_by_prompt_whatever_the_order_of_the_rows(config: AcceptanceConfig) -> None:
     def by_prompt(arm: str, length: int, prompt: str, turn: int) -> int:
         return PROMPTS.index(prompt) // 2 + (arm == "fp16" and prompt == "one@2")
