@@ -23,6 +23,7 @@ from page4.experiments.cli_info import info
 from page4.experiments.cli_quant_error import quant_error
 from page4.experiments.cli_scales import app as scales
 from page4.experiments.cli_sm70 import app as sm70
+from page4.experiments.cli_throughput import throughput
 from page4.experiments.cli_train import train
 from page4.kernels.errors import InputError
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("acceptance")(acceptance)
 app.command("quant-error")(quant_error)
+app.command("throughput")(throughput)
 app.command("attribution")(attribution)
 app.command("calibrate")(calibrate)
 app.command("capacity")(capacity)

@@ -23,6 +23,7 @@ COMMANDS = (
     "quant-error",
     "calibrate",
     "capacity",
+    "throughput",
     "scales",
     "train",
     "corpus",
