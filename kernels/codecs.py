@@ -10,6 +10,9 @@ type:
 - ``e3m4``: 1, 3 (bias 3) and 4 bits. As in e4m3, the largest exponent holds numbers, so the largest value is
   30; no infinities; 0x7F and 0xFF are NaN. (An IEEE-like variant gives that exponent to infinity and NaN and
   ends at 15.5; codes below 0x70 agree.)
+- ``e2m5``: 1, 2 (bias 1) and 5 bits, largest value 7.75; otherwise like e3m4. Below 1, about an eighth of the
+  largest value, all its steps are equal, so it suits values without outliers: it is the most precise byte
+  float where the RMS is not far below that eighth.
 - ``int8``: two's complement, -127..127, with one FP32 scale per token and head. It has no NaN.
 
 Decoding is exact and *unscaled*: the reader multiplies by the scale where that is cheapest (the K scale folds
@@ -33,6 +36,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "e4m3": torch.uint8,
     "e5m2": torch.uint8,
     "e3m4": torch.uint8,
+    "e2m5": torch.uint8,
     "int8": torch.uint8,
 }
 
@@ -92,6 +96,7 @@ BYTE_FLOATS = {
     "e4m3": ByteFloat(exponent_bits=4, mantissa_bits=3, max_code=0x7E),
     "e5m2": ByteFloat(exponent_bits=5, mantissa_bits=2, max_code=0x7B, inf_code=0x7C),
     "e3m4": ByteFloat(exponent_bits=3, mantissa_bits=4, max_code=0x7E),
+    "e2m5": ByteFloat(exponent_bits=2, mantissa_bits=5, max_code=0x7E),
 }
 E4M3_MAX = BYTE_FLOATS["e4m3"].max_value
 INT8_MAX = 127
@@ -138,7 +143,7 @@ def check_token_scales(scales: Tensor | None, kv_format: str, shape: Sequence[in
 
 
 def encode_byte_float(x: Tensor, kv_format: str, scale: float) -> Tensor:
-    """Encode ``x / scale`` as codes of a byte float: ``e4m3``, ``e5m2`` or ``e3m4``.
+    """Encode ``x / scale`` as codes of a byte float: ``e4m3``, ``e5m2``, ``e3m4`` or ``e2m5``.
 
     The division is FP32 whatever the dtype of ``x`` (dividing in FP16 moves rounding ties), rounding is to
     nearest even, finite values beyond the largest and infinities saturate to it, and a NaN becomes the NaN

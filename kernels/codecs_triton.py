@@ -78,7 +78,7 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
             b_scaled = tl.minimum(tl.maximum(b_scaled, -127.0), 127.0)
             # 1.5 * 2^23 has a last place of 1: the sum rounds, and its last byte is the two's complement.
             return ((b_scaled + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
-        elif NATIVE and FORMAT != "e3m4":
+        elif NATIVE and (FORMAT == "e4m3" or FORMAT == "e5m2"):
             if FORMAT == "e4m3":
                 b_code = b_scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
             else:
@@ -88,9 +88,11 @@ def encode(b_x, scale, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
             return _encode_byte_float(b_scaled, 20, 120 << 23, 0.015625, 16384.0, 448.0).to(tl.uint8)
         elif FORMAT == "e5m2":
             return _encode_byte_float(b_scaled, 21, 112 << 23, 0.00006103515625, 128.0, 57344.0).to(tl.uint8)
-        else:
-            tl.static_assert(FORMAT == "e3m4", "unknown KV format")
+        elif FORMAT == "e3m4":
             return _encode_byte_float(b_scaled, 19, 124 << 23, 0.25, 131072.0, 30.0).to(tl.uint8)
+        else:
+            tl.static_assert(FORMAT == "e2m5", "unknown KV format")
+            return _encode_byte_float(b_scaled, 18, 126 << 23, 1.0, 262144.0, 7.75).to(tl.uint8)
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def int8_scale(b_largest):
 def decode_bits(b_stored, FORMAT: tl.constexpr):
     """Value divided by ``BITS_UNIT[FORMAT]``: FP32 of fp32 pages, FP16 of all others.
 
-    A NaN code of e4m3 or e3m4 reads as a number (480 or 31 over the unit), one of e5m2 as NaN.
+    A NaN code of e4m3, e3m4 or e2m5 reads as a number (480, 31 or 7.875 over the unit), one of e5m2 as NaN.
     """
     if FORMAT == "fp32" or FORMAT == "fp16":
         return b_stored
@@ -128,9 +130,11 @@ def decode_bits(b_stored, FORMAT: tl.constexpr):
             return (b_code << 8).to(tl.float16, bitcast=True)
         elif FORMAT == "e4m3":
             return (((b_code & 0x80) << 8) | ((b_code & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        else:
-            tl.static_assert(FORMAT == "e3m4", "unknown KV format")
+        elif FORMAT == "e3m4":
             return (((b_code & 0x80) << 8) | ((b_code & 0x7F) << 6)).to(tl.float16, bitcast=True)
+        else:
+            tl.static_assert(FORMAT == "e2m5", "unknown KV format")
+            return (((b_code & 0x80) << 8) | ((b_code & 0x7F) << 5)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -143,6 +147,9 @@ def decode(b_stored, FORMAT: tl.constexpr, NATIVE: tl.constexpr = False):
         return tl.where((b_stored & 0x7F) == 0x7F, float("nan"), b_value).to(tl.float16)
     elif FORMAT == "e3m4":
         b_value = decode_bits(b_stored, FORMAT) * 4096.0
+        return tl.where((b_stored & 0x7F) == 0x7F, float("nan"), b_value).to(tl.float16)
+    elif FORMAT == "e2m5":
+        b_value = decode_bits(b_stored, FORMAT) * 16384.0
         return tl.where((b_stored & 0x7F) == 0x7F, float("nan"), b_value).to(tl.float16)
     else:
         return decode_bits(b_stored, FORMAT)
@@ -162,8 +169,11 @@ def decode_words(b_word, FORMAT: tl.constexpr):
     elif FORMAT == "e4m3":
         b_even = ((b_word & 0x00800080) << 8) | ((b_word & 0x007F007F) << 7)
         b_odd = (b_word & 0x80008000) | ((b_word & 0x7F007F00) >> 1)
-    else:
-        tl.static_assert(FORMAT == "e3m4", "no FP16 pairs in words of this format")
+    elif FORMAT == "e3m4":
         b_even = ((b_word & 0x00800080) << 8) | ((b_word & 0x007F007F) << 6)
         b_odd = (b_word & 0x80008000) | ((b_word & 0x7F007F00) >> 2)
+    else:
+        tl.static_assert(FORMAT == "e2m5", "no FP16 pairs in words of this format")
+        b_even = ((b_word & 0x00800080) << 8) | ((b_word & 0x007F007F) << 5)
+        b_odd = (b_word & 0x80008000) | ((b_word & 0x7F007F00) >> 3)
     return b_even.to(tl.int32, bitcast=True), b_odd.to(tl.int32, bitcast=True)

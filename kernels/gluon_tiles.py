@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-GLUON_FORMATS = ("fp16", "e4m3", "e5m2", "e3m4")
+GLUON_FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5")
 
 
 def decode_assembly(kv_format: str, native: bool) -> str | None:
@@ -44,9 +44,10 @@ def decode_lines(kv_format: str, word: str) -> tuple[str, str]:
     # A prmt selector names a byte of the word for each byte of x, and 4 for a zero.
     selectors = ("0x1404", "0x3424") if kv_format == "e5m2" else ("0x4140", "0x4342")
     move = {
-        # Adding the sign bit to itself carries it one place further up.
+        # The sign bit must move further than the others: added to itself 1, 3 or 7 times, by 1 to 3 places.
         "e4m3": "and.b32 s, x, 0x00800080; add.u32 x, x, s; shl.b32 x, x, 7;",
         "e3m4": "and.b32 s, x, 0x00800080; mad.lo.u32 x, s, 3, x; shl.b32 x, x, 6;",
+        "e2m5": "and.b32 s, x, 0x00800080; mad.lo.u32 x, s, 7, x; shl.b32 x, x, 5;",
         "e5m2": "",
     }[kv_format]
     low, high = (f"prmt.b32 x, {word}, 0, {selector}; {move}" for selector in selectors)

@@ -251,7 +251,7 @@ def page4_attention_gluon(
 ) -> tuple[Tensor, Tensor]:
     """What :func:`~page4.kernels.page4_attention_triton.page4_attention_triton` does, on tensor cores.
 
-    FP16 ``q`` only; formats fp16, e4m3, e5m2 and e3m4, and int8 with ``mma884``.
+    FP16 ``q`` only; formats fp16 and all byte floats, and int8 with ``mma884``.
 
     Raises:
         InputError: a GPU without the instruction or none, FP32 ``q``, another format, or what the plain

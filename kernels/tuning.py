@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import triton
 
+from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.errors import InputError
 from page4.kernels.tunable import TUNABLE, get_tunable
 from page4.kernels.tuning_file import Entry, TuningFile, gpu_family, read_tuning_file, tuning_path
@@ -63,7 +64,8 @@ class Configurations:
         """The configuration recorded for a key, else that of the nearest key within its ``REACH``, else None.
 
         Near is a small sum of ``|log2|`` of the ratios of the fields in ``REACH``; of equally near entries
-        the one with the smaller fields counts.
+        the one with the smaller fields counts. A byte float without entries takes those of e4m3, which moves
+        the same bytes.
 
         Raises:
             InputError: an unusable file, or a folder given by the user that has nothing for this GPU and
@@ -76,6 +78,8 @@ class Configurations:
             entry = file.entries[key]
             return Match(entry.config, "predicted exact" if entry.predicted else "exact")
         near = nearest(file, key)
+        if near is None and getattr(key, "kv_format", None) in BYTE_FLOATS:
+            near = nearest(file, dataclasses.replace(key, kv_format="e4m3"))
         if near is None:
             return None
         return Match(near.config, "predicted bucket" if near.predicted else "bucket")

@@ -128,14 +128,15 @@ def _formats(kv_format: str) -> list[Condition]:
             ("e4m3", "e4m3"),
             ("e5m2", "e5m2"),
             ("e3m4", "e3m4"),
+            ("e2m5", "e2m5"),
             ("int8", "int8, a scale per token and head"),
         )
         if name != kv_format
     ]
-    for name in ("e4m3", "e3m4"):
+    for name in ("e4m3", "e2m5"):
         others += [
             _whole(f"{name}_per_head", name, "formats", f"{name}, a static scale per head", PerHead()),
             _whole(f"{name}_rotated", name, "formats", f"{name}, K rotated", Rotated()),
         ]
-    others.append(_whole("e3m4_mse", "e3m4", "formats", "e3m4, scales of least error", LeastSquares()))
+    others.append(_whole("e2m5_mse", "e2m5", "formats", "e2m5, scales of least error", LeastSquares()))
     return others

@@ -14,7 +14,7 @@ from page4.kernels.page4_attention_inputs import AttentionInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = {"fp32": torch.nan, "fp16": torch.nan}  # byte formats: 0xFF, a NaN where there is one
-FORMATS = ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "int8"]
+FORMATS = ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8"]
 STALE = 10**9  # a block-table entry that names no page
 
 

@@ -173,6 +173,15 @@ def test_e3m4_codes_below_the_largest_exponent_decode_as_ml_dtypes_does() -> Non
     assert ours.isnan().nonzero().flatten().tolist() == list(NAN_CODES)
 
 
+def test_e2m5_is_a_multiple_of_its_step_below_one_and_has_five_bits_above() -> None:
+    ours = decode_byte_float(ALL_CODES, "e2m5")
+    assert ours[:0x40].tolist() == [i / 32 for i in range(0x40)]
+    assert ours[0x40:0x60].tolist() == [2 + i / 16 for i in range(0x20)]
+    assert ours[0x60:0x7F].tolist() == [4 + i / 8 for i in range(0x1F)]
+    assert ours[0x80:0xFF].tolist() == [-value for value in ours[:0x7F].tolist()]
+    assert ours.isnan().nonzero().flatten().tolist() == list(NAN_CODES)
+
+
 @pytest.mark.parametrize("kv_format", BYTE_FLOATS)
 def test_every_finite_code_of_a_byte_float_survives_a_round_trip(kv_format: str) -> None:
     finite = ALL_CODES[BYTE_FLOATS[kv_format].max_code >= (ALL_CODES & 0x7F)]
@@ -254,7 +263,7 @@ def test_kv_formats_round_trip_in_their_storage_dtype() -> None:
         stored = encode_kv(x, kv_format, scale)
         assert stored.dtype == dtype
         assert torch.equal(decode_kv(stored, kv_format), x.to(dtype).float())
-    for kv_format, scale in (("e4m3", 0.02), ("e5m2", 0.02), ("e3m4", 0.2)):
+    for kv_format, scale in (("e4m3", 0.02), ("e5m2", 0.02), ("e3m4", 0.2), ("e2m5", 0.6)):
         stored, spec = encode_kv(x, kv_format, scale), BYTE_FLOATS[kv_format]
         assert stored.dtype == torch.uint8
         rtol, atol = 2.0 ** -(spec.mantissa_bits + 1), scale * spec.subnormal_step / 2

@@ -120,7 +120,7 @@ def test_all_codes_decode_as_in_the_reference(kv_format: str, native: bool) -> N
 
 
 def test_bits_of_a_nan_code_read_as_a_number() -> None:
-    for kv_format, number in (("e4m3", 480.0), ("e3m4", 31.0)):
+    for kv_format, number in (("e4m3", 480.0), ("e3m4", 31.0), ("e2m5", 7.875)):
         _, raw = run_decode(kv_format)
         assert (raw * BITS_UNIT[kv_format])[[0x7F, 0xFF]].tolist() == [number, -number]
 

@@ -54,10 +54,10 @@ def test_gluon_runs_on_capability_7_0_and_from_8_on(capability: tuple[int, int],
     [
         ((6, 1), torch.float16, "e4m3", "it needs compute capability 7.0, 8.0 or newer, the GPU has 6.1"),
         ((7, 5), torch.float16, "fp16", "it needs compute capability 7.0, 8.0 or newer, the GPU has 7.5"),
-        ((7, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, int8, got fp32"),
+        ((7, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, e2m5, int8, got fp32"),
         ((9, 0), torch.float32, "fp16", "it takes float16 queries, got float32"),
-        ((9, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, got int8"),
-        ((9, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, got fp32"),
+        ((9, 0), torch.float16, "int8", "it reads fp16, e4m3, e5m2, e3m4, e2m5, got int8"),
+        ((9, 0), torch.float16, "fp32", "it reads fp16, e4m3, e5m2, e3m4, e2m5, got fp32"),
         (None, torch.float16, "e4m3", "it needs a GPU"),
     ],
 )

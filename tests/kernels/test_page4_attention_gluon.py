@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from page4.experiments.sm70.compiling import Binary, compile_for
+from page4.kernels.codecs import BYTE_FLOATS
 from page4.kernels.codecs_triton import BITS_UNIT
 from page4.kernels.errors import InputError
 from page4.kernels.gluon_tiles import decode_assembly, listed_turns
@@ -184,7 +185,15 @@ def run(case: Case, config: GluonConfig, native: bool = False) -> tuple[Tensor, 
 
 @pytest.mark.parametrize(
     ("kv_format", "native"),
-    [("fp16", False), ("e4m3", False), ("e4m3", True), ("e5m2", False), ("e3m4", False), ("int8", False)],
+    [
+        ("fp16", False),
+        ("e4m3", False),
+        ("e4m3", True),
+        ("e5m2", False),
+        ("e3m4", False),
+        ("e2m5", False),
+        ("int8", False),
+    ],
 )
 @pytest.mark.parametrize(
     "config",
@@ -489,7 +498,7 @@ def test_default_splits_of_a_v100(
 
 def test_the_decoder_assembly_matches_the_formats() -> None:
     assert decode_assembly("fp16", False) is None
-    for kv_format in ("e4m3", "e5m2", "e3m4"):
+    for kv_format in BYTE_FLOATS:
         assert "prmt" in str(decode_assembly(kv_format, False))
     assert "e4m3x2" in str(decode_assembly("e4m3", True))
 

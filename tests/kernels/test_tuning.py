@@ -260,6 +260,26 @@ def test_the_exact_key_wins_then_the_nearest_then_nothing(tmp_path: Path) -> Non
     assert found(at(64, head_dim=128)) is None
 
 
+def test_a_byte_float_without_entries_takes_those_of_e4m3(tmp_path: Path) -> None:
+    """Its own come first, however far within reach; other formats move other bytes."""
+
+    def at(groups: int, kv_format: str) -> AttentionKey:
+        return dataclasses.replace(KEY, groups=groups, kv_format=kv_format)
+
+    folder_for_this_machine(tmp_path, entry(at(16, "e4m3"), 1), entry(at(32, "e3m4"), 2))
+    configurations = Configurations(tmp_path)
+
+    def found(key: AttentionKey) -> tuple[int, str] | None:
+        match = configurations.lookup(GLUON.name, key, HERE)
+        return match and (match.config.splits, match.origin)
+
+    assert found(at(16, "e2m5")) == found(at(16, "e5m2")) == (1, "bucket")
+    assert found(at(16, "e3m4")) == (2, "bucket")
+    assert found(at(8, "e3m4")) == (1, "bucket")
+    assert found(at(64, "e2m5")) is None
+    assert found(at(16, "fp16")) is None and found(at(16, "int8")) is None
+
+
 def test_a_match_says_that_it_was_only_predicted(tmp_path: Path) -> None:
     folder_for_this_machine(tmp_path, predicted())
     with use_configurations(tmp_path) as configurations:

@@ -11,7 +11,7 @@ from page4.kvcache import FORMAT_NAMES, get_format
 
 
 def test_the_formats_there_are() -> None:
-    assert FORMAT_NAMES == ("fp32", "fp16", "e4m3", "e5m2", "e3m4", "int8")
+    assert FORMAT_NAMES == ("fp32", "fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ def test_the_formats_there_are() -> None:
         ("e4m3", torch.uint8, 1, True, 448.0),
         ("e5m2", torch.uint8, 1, True, 57344.0),
         ("e3m4", torch.uint8, 1, True, 30.0),
+        ("e2m5", torch.uint8, 1, True, 7.75),
         ("int8", torch.uint8, 1, False, 127.0),
     ],
 )
@@ -47,5 +48,5 @@ def test_the_codec_stores_what_the_format_says(name: str) -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(InputError) as caught:
         get_format(name)
-    known = "fp32, fp16, e4m3, e5m2, e3m4, int8"
+    known = "fp32, fp16, e4m3, e5m2, e3m4, e2m5, int8"
     assert str(caught.value) == f"KV format {name!r} is unknown, expected one of {known}"
