@@ -15,8 +15,8 @@ Kernel = Annotated[
     typer.Argument(
         metavar="KERNEL",
         help="qsa_prepare, index_scores, block_select, page4_attention, planned_attention, prefill, "
-        "gated_delta, mtp_verify, mtp_verify_sampled, mtp_verify_filtered, or all of these kernels; "
-        "step: whole decode steps of a model.",
+        "gated_delta, gated_delta_prefill, mtp_verify, mtp_verify_sampled, mtp_verify_filtered, or all of "
+        "these kernels; step: whole decode steps of a model.",
     ),
 ]
 

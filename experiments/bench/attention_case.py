@@ -13,7 +13,7 @@ from torch import Tensor
 from page4.experiments.bench.baseline import GatherAttention
 from page4.experiments.bench.case import Case, Contender, settings
 from page4.experiments.bench.cells import Cell
-from page4.experiments.bench.config import BenchConfig, Implementation
+from page4.experiments.bench.config import AttentionImplementation, BenchConfig
 from page4.experiments.bench.copies import choose_copies
 from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.peer import PeerAttention, load_peer
@@ -42,7 +42,7 @@ _FP16, _BF16 = 2.0**-11, 2.0**-8  # relative errors of one rounding
 def attention_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
     """Attention and merge over plans that exist already."""
     copies, cold = _copies(cell.shape, config, machine)
-    return _case(copies, cold, config, config.implementations)
+    return _case(copies, cold, config, [name for name in config.implementations if name != "scan"])
 
 
 def planned_case(cell: Cell, config: BenchConfig, machine: Machine) -> Case:
@@ -58,7 +58,7 @@ def _case(
     copies: list[AttentionInputs],
     cold: bool,
     config: BenchConfig,
-    names: Sequence[Implementation],
+    names: Sequence[AttentionImplementation],
     plans: list[SelectInputs] | None = None,
 ) -> Case:
     contenders: list[Contender] = []
@@ -89,7 +89,7 @@ def _copies(shape: StepShape, config: BenchConfig, machine: Machine) -> tuple[li
 
 
 def _contender(
-    name: Implementation,
+    name: AttentionImplementation,
     copies: list[AttentionInputs],
     checked: list[int],
     config: BenchConfig,

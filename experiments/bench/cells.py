@@ -17,6 +17,7 @@ GOAL_SHAPES = ((1, 1, 6, 1), (1, 4, 6, 1), (4, 4, 24, 2), (16, 4, 24, 2), (64, 4
 """Requests, rows, query and KV heads of the steps that have goals."""
 GOAL_CONTEXT, GOAL_OVERLAP, GOAL_FORMATS = 32768, 0.9, ("e4m3", "fp16")
 PREFILL_HEADS = (24, 2)
+PREFILL_STEP = 2048  # prompt tokens that the model takes in one step
 
 # What a kernel's work depends on; the other columns of its rows are empty.
 _DEPENDS = {
@@ -24,6 +25,7 @@ _DEPENDS = {
     "index_scores": ("requests", "rows", "context"),
     "block_select": ("requests", "rows", "context", "overlap"),
     "gated_delta": ("requests", "rows"),
+    "gated_delta_prefill": ("requests", "rows"),
     "mtp_verify": ("requests", "rows"),
     "mtp_verify_sampled": ("requests", "rows"),
     "mtp_verify_filtered": ("requests", "rows"),
@@ -109,6 +111,9 @@ def _goal_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
     elif kernel == "prefill":
         for length, kv_format in itertools.product((8192, 32768), GOAL_FORMATS):
             yield Cell(kernel, prompt(config, length, PREFILL_HEADS, kv_format))
+    elif kernel == "gated_delta_prefill":
+        for length in (PREFILL_STEP, 8192, 32768):
+            yield Cell(kernel, prompt(config, length, PREFILL_HEADS, GOAL_FORMATS[0]))
     elif kernel == "qsa_prepare":
         for kv_format in GOAL_FORMATS:
             yield Cell(kernel, prompt(config, 8192, PREFILL_HEADS, kv_format))
@@ -134,11 +139,15 @@ def prompt(config: BenchConfig, length: int, heads: tuple[int, int], kv_format: 
 def _sweep_cells(config: BenchConfig, kernel: Kernel) -> Iterator[Cell]:
     if config.sweep == "none":
         return
-    lengths = {"prefill": config.prefill_lengths, "qsa_prepare": config.prepare_rows}.get(kernel, ())
+    lengths = {
+        "prefill": config.prefill_lengths,
+        "gated_delta_prefill": config.prefill_lengths,
+        "qsa_prepare": config.prepare_rows,
+    }.get(kernel, ())
     if config.formats and lengths:
         for length, heads, kv_format in _combine(config.sweep, lengths, config.heads, config.formats):
             yield Cell(kernel, prompt(config, length, heads, kv_format))
-    if kernel == "prefill":
+    if kernel in ("prefill", "gated_delta_prefill"):
         return
     # In the order of importance: a prompt's context is its length, a write has no context.
     contexts = (max(PREPARE_CONTEXT, *config.rows),) if kernel == "qsa_prepare" else config.contexts

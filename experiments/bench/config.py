@@ -22,13 +22,15 @@ Kernel = Literal[
     "planned_attention",
     "prefill",
     "gated_delta",
+    "gated_delta_prefill",
     "mtp_verify",
     "mtp_verify_sampled",
     "mtp_verify_filtered",
 ]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
-Implementation = Literal["gluon", "triton", "pytorch", "vllm"]
+AttentionImplementation = Literal["gluon", "triton", "pytorch", "vllm"]
+Implementation = Literal[AttentionImplementation, "scan"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
@@ -43,11 +45,13 @@ class BenchConfig:
         kernels: ``qsa_prepare`` (the K/V write), ``index_scores``, ``block_select`` (selection and plan),
             ``page4_attention`` (attention and merge), ``planned_attention`` (plan, attention and merge),
             ``prefill`` (attention and merge of whole prompts, rows in groups of 8), ``gated_delta`` (a linear
-            layer of the public model between its projections), ``mtp_verify`` (verification of greedy drafts
-            over the public model's vocabulary, by greedy requests), ``mtp_verify_sampled`` (by sampling ones)
-            and ``mtp_verify_filtered`` (top-k, top-p and sampled drafts).
+            layer of the public model between its projections), ``gated_delta_prefill`` (the same of whole
+            prompts), ``mtp_verify`` (verification of greedy drafts over the public model's vocabulary, by
+            greedy requests), ``mtp_verify_sampled`` (by sampling ones) and ``mtp_verify_filtered`` (top-k,
+            top-p and sampled drafts).
         implementations: of attention: ``gluon``, ``triton``, ``pytorch`` (gather and SDPA) and ``vllm`` (its
-            sparse decode kernel, where that package is installed). Other kernels have ``triton`` alone.
+            sparse decode kernel, where that package is installed). A linear layer's prompts have ``triton``
+            (the form that the model gets) and ``scan`` (row after row). Other kernels have ``triton`` alone.
         device: ``auto`` and ``cuda`` are the same: only a GPU is timed.
         kernel_configs: tuned configurations of the kernels: those ``shipped`` with the package, a folder that
             ``page4 autotune`` wrote, or ``defaults``: none.
@@ -57,7 +61,7 @@ class BenchConfig:
         requests, rows, contexts, overlaps, formats: axes of decoding steps.
         heads: (query heads, KV heads) each.
         prepare_rows: prompt lengths of the K/V write, besides decoding steps.
-        prefill_lengths: prompt lengths of ``prefill``.
+        prefill_lengths: prompt lengths of ``prefill`` and ``gated_delta_prefill``.
         head_dim: D.
         topk: blocks that a row selects.
         replays: graph replays, each a sample of the time.

@@ -12,7 +12,7 @@ from page4.experiments.bench.case import Case, Contender
 from page4.experiments.bench.cells import SHAPE_COLUMNS, Cell
 from page4.experiments.bench.config import BenchConfig, Kernel
 from page4.experiments.bench.copies import NoRoomError
-from page4.experiments.bench.gated_delta_case import gated_delta_case
+from page4.experiments.bench.gated_delta_case import gated_delta_case, prefill_delta_case
 from page4.experiments.bench.machine import Machine
 from page4.experiments.bench.prepare_case import prepare_case
 from page4.experiments.bench.selection_case import scores_case, select_case
@@ -28,6 +28,7 @@ CASES: dict[Kernel, Callable[[Cell, BenchConfig, Machine], Case]] = {
     "planned_attention": planned_case,
     "prefill": attention_case,
     "gated_delta": gated_delta_case,
+    "gated_delta_prefill": prefill_delta_case,
     "mtp_verify": verify_case,
     "mtp_verify_sampled": verify_case,
     "mtp_verify_filtered": verify_case,

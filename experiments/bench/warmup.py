@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from page4.experiments.bench.cells import Cell
+from page4.experiments.bench.cells import PREFILL_STEP, Cell
 from page4.experiments.bench.config import BenchConfig
+from page4.experiments.bench.gated_delta_case import delta_forms
 from page4.experiments.bench.verify_case import CHOICES
-from page4.experiments.gated_delta_cases import delta_inputs
+from page4.experiments.gated_delta_cases import delta_inputs, prompt_inputs
 from page4.experiments.kernel_cases import (
     DRAFT_TOKENS,
     INDEX_HEADS,
@@ -33,6 +34,7 @@ from page4.kernels.block_plan import BLOCK_TOKENS, RowGroups, plan_capacity
 from page4.kernels.block_select_triton import SelectionWorkspace, empty_plan, select_plan_triton
 from page4.kernels.codecs import STORAGE_DTYPES
 from page4.kernels.errors import InputError
+from page4.kernels.gated_delta_dispatch import PrefillForm, prefill_gated_delta
 from page4.kernels.gated_delta_triton import gated_delta_triton
 from page4.kernels.index_scores_triton import index_scores_triton
 from page4.kernels.mtp_verify_triton import verify_triton
@@ -65,6 +67,9 @@ def compile_tasks(cells: Iterable[Cell], config: BenchConfig, device: torch.devi
             tasks.setdefault(key, functools.partial(_scores, shape, device))
         elif cell.kernel == "gated_delta":
             tasks.setdefault((cell.kernel, shape.rows), functools.partial(_gated_delta, shape, device))
+        elif cell.kernel == "gated_delta_prefill":
+            for form in delta_forms(config, device).values():
+                tasks.setdefault((cell.kernel, form), functools.partial(_delta_prompt, device, form))
         elif cell.kernel in CHOICES:
             key = (cell.kernel, shape.rows, min(shape.requests, 2))  # strides of one request are special
             tasks.setdefault(key, functools.partial(_verify, shape, device, CHOICES[cell.kernel]))
@@ -163,6 +168,12 @@ def _gated_delta(shape: StepShape, device: torch.device) -> None:
     inputs = delta_inputs(dataclasses.replace(shape, requests=1), device)
     inputs.rows.requests.fill_(-1)
     gated_delta_triton(**vars(inputs))
+
+
+def _delta_prompt(device: torch.device, form: PrefillForm) -> None:
+    inputs = prompt_inputs(1, PREFILL_STEP, device)
+    inputs.rows.requests.fill_(-1)
+    prefill_gated_delta(**vars(inputs), form=form)
 
 
 def _verify(shape: StepShape, device: torch.device, choice: Choice) -> None:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from page4.experiments import gated_delta_cases, verify_cases
-from page4.experiments.gated_delta_cases import delta_bytes, delta_copies, delta_inputs, delta_memory
+from page4.experiments.gated_delta_cases import (
+    delta_bytes,
+    delta_copies,
+    delta_inputs,
+    delta_memory,
+    prompt_bytes,
+    prompt_copies,
+    prompt_inputs,
+    prompt_memory,
+)
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.verify_cases import Choice, verify_bytes, verify_copies, verify_inputs, verify_memory
 from page4.kernels.mtp_verify import verify_reference
@@ -38,12 +47,15 @@ def tensors(inputs: Any) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("kind", ["delta", "greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("kind", ["delta", "prompt", "greedy", "sampled", "filtered"])
 def test_inputs_without_values_look_like_those_with(kind: Any, rows: int) -> None:
     shape = replace(SHAPE, rows=rows)
     if kind == "delta":
         hollow: Any = delta_inputs(shape)
         copies: list[Any] = [*delta_copies(shape, "cpu", copies=2)]
+    elif kind == "prompt":
+        hollow = prompt_inputs(shape.requests, rows)
+        copies = [*prompt_copies(shape, "cpu", copies=2)]
     else:
         hollow = verify_inputs(shape, choice=kind)
         copies = [*verify_copies(shape, "cpu", copies=2, choice=kind)]
@@ -96,6 +108,19 @@ def test_bytes_of_a_recurrent_step(rows: int) -> None:
     moved = sum(x.nbytes for x in activations)
     moved += inputs.state[:, 0].nbytes * (1 + rows) + inputs.ring[:, 0].nbytes * (3 + rows)
     assert delta_bytes(shape) == moved
+
+
+@pytest.mark.parametrize(("rows", "past"), [(70, 0), (69, 1), (5, 65)])
+def test_bytes_of_a_prompt(rows: int, past: int) -> None:
+    """The state in and out, whatever its length; of the ring what lies before it, and its last seven rows."""
+    shape = replace(SHAPE, rows=rows)
+    (inputs,) = prompt_copies(shape, "cpu")
+    assert inputs.state.shape[1] == 4 and inputs.ring.shape[1] == 7
+    assert inputs.rows.positions[:rows].tolist() == list(range(past, 70))
+    activations = [*vars(inputs.inputs).values(), inputs.out]
+    assert prompt_memory(shape) == sum(x.nbytes for x in [*activations, inputs.state, inputs.ring])
+    moved = sum(x.nbytes for x in activations) + 2 * inputs.state[:, 0].nbytes
+    assert prompt_bytes(shape) == moved + inputs.ring[:, 0].nbytes * (min(past, 3) + min(rows, 7))
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -125,6 +125,22 @@ def nudged_delta(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+def nudged_prompt(part: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """The real layer on a prompt, with one number a little off."""
+
+    def wrong(*, state: Any, ring: Any, **kwargs: Any) -> Any:
+        out = real(state=state, ring=ring, **kwargs)
+        if part == "out":
+            out[3, 5] += 0.01 * out[3].float().square().mean().sqrt()
+        elif part == "state":
+            state[0, 0, 1, 7, 3] += 1e-4 * state[0, 0].square().mean().sqrt()
+        else:
+            ring[0, 2, -1] += 0.01
+        return out
+
+    return wrong
+
+
 def lost_draft(real: Callable[..., Any]) -> Callable[..., Any]:
     """The real verification, which counts one draft too many or too few of the last request."""
 
@@ -152,6 +168,15 @@ WRONG: list[tuple[Kernel, Any, str, Callable[[Any], Any]]] = [
             gated_delta_case,
             "gated_delta_triton",
             lambda real, part=part: nudged_delta(part, real),
+        )
+        for part in ("out", "state", "ring")
+    ),
+    *(
+        (
+            "gated_delta_prefill",
+            gated_delta_case,
+            "prefill_gated_delta",
+            lambda real, part=part: nudged_prompt(part, real),
         )
         for part in ("out", "state", "ring")
     ),
@@ -185,6 +210,17 @@ def test_every_chosen_request_is_verified(kernel: Kernel, monkeypatch: pytest.Mo
     monkeypatch.setattr(verify_case, "verify_triton", lost_draft(verify_case.verify_triton))
     (row,), _ = measure(cell, config, small_machine(timer=never))
     assert row["status"] == "wrong"
+
+
+def test_a_prompt_is_scanned_for_comparison() -> None:
+    config = small_config(kernels=("gated_delta_prefill",))
+    (cell,) = plan_cells(config)
+    chunk, scan = measure(cell, config, small_machine(cold_copies=lambda bytes_per_launch: 1))[0]
+    assert (chunk["implementation"], scan["implementation"]) == ("triton", "scan")
+    assert chunk["chosen"] and not scan["chosen"]
+    assert chunk["config"].startswith("chunk: ") and scan["config"].startswith("scan: ")
+    assert chunk["status"] == scan["status"] == "ok" and chunk["error"] <= 1
+    assert (cell.shape.requests, cell.shape.rows, cell.shape.context) == (1, 16, 16)
 
 
 @pytest.mark.parametrize("context", [2, 3, 4])

@@ -16,7 +16,7 @@ from page4.kernels.errors import InputError
     ("overrides", "message"),
     [
         (["kernels=step,fast"], "must be one of qsa_prepare, index_scores, block_select"),
-        (["implementations=cuda"], "must be one of gluon, triton, pytorch, vllm"),
+        (["implementations=cuda"], "must be one of gluon, triton, pytorch, vllm, scan"),
         (["rows=9"], "rows of a decoding step are 1..8, got 9"),
         (["contexts=2"], "4 rows do not fit into a context of 2 tokens"),
         (["heads=[[7, 2]]"], "query a multiple of KV"),
