@@ -24,6 +24,7 @@ from .recurrent_cases import (
     run,
     weights_of,
 )
+from .test_gated_delta_chunk_triton import assert_near, chunked
 from .test_graph_capture import capture, same_bits, without_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -65,6 +66,59 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_other_rows(heads: Heads) ->
         assert same_bits(own[0], out[row])
         assert same_bits(single.state[0, 0], caches.state[17, t])
     assert same_bits(single.ring[0], caches.ring[17])
+
+
+tensor_cores = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0),
+    reason="prompts are scanned below compute capability 8.0",
+)
+
+
+@tensor_cores
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [PUBLIC, SHIPPED], ids=["public", "shipped"])
+def test_chunks_of_real_sizes(heads: Heads, dtype: torch.dtype) -> None:
+    """Prompts of unequal length from several slots: outputs, states and rings as float64 has them."""
+    counts = [700, 0, 64, 5, 333]
+    caches = Caches.random(heads, 6, ROWS, dtype=dtype)
+    for request in range(4):
+        caches.move_state(request, request)
+    lists = request_rows([0, 5, 1, -1, 3], [0, 0, 1, 0, 3], [7] * 5, counts)
+    inputs, weights = inputs_of(heads, sum(counts), 3, dtype, pad=8), weights_of(heads, dtype=dtype)
+    expected_caches = caches.clone()
+    expected = reference(inputs, weights, expected_caches, lists, every_row=False)
+    out = chunked(inputs, weights, caches, lists)
+    if dtype == torch.float16:
+        assert_close(out, expected, dtype)
+    else:
+        assert_near(out, expected)
+    assert_near(caches.state, expected_caches.state)
+    assert same_bits(caches.ring.nan_to_num(9.0), expected_caches.ring.nan_to_num(9.0))
+
+
+@tensor_cores
+@pytest.mark.parametrize("heads", [PUBLIC, SHIPPED], ids=["public", "shipped"])
+def test_pieces_of_a_prompt_and_repetitions_leave_the_same_bits(heads: Heads) -> None:
+    """Twice at once, beside another request, and in pieces of whole chunks; none waits for the host."""
+    half, rows = torch.float16, 1000
+    inputs, weights = inputs_of(heads, 2 * rows, 5, half), weights_of(heads, dtype=half)
+    first = Caches.random(heads, 2, ROWS, position=0, dtype=half)
+    together, again, alone, pieces = (first.clone() for _ in range(4))
+    both = request_rows([1, 0], [0, 0], [0, 0], rows)
+    out = chunked(inputs, weights, together, both)
+    with without_waiting():
+        repeated = chunked(inputs, weights, again, both)
+    assert same_bits(out, repeated) and same_bits(together.state[:, 0], again.state[:, 0])
+    own = rows_slice(inputs, 0, rows)
+    assert same_bits(chunked(own, weights, alone, request_rows([1], [0], [0], rows)), out[:rows])
+    parts, start = [], 0
+    for count in (512, 64, 424):
+        piece = rows_slice(own, start, start + count)
+        parts.append(chunked(piece, weights, pieces, request_rows([1], [0], [start], count)))
+        start += count
+    assert same_bits(torch.cat(parts), out[:rows])
+    for caches in (alone, pieces):
+        assert same_bits(caches.state[1, 0], together.state[1, 0])
 
 
 def replayed(
