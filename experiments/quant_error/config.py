@@ -49,6 +49,9 @@ class QuantErrorConfig:
         texts: Names of the texts to use; empty means all.
         device: "auto" is CUDA when there is one.
         backend: Implementation of the sparse layers: "triton" kernels (None on CUDA) or PyTorch "reference".
+        dtype: Of weights, activations and the unquantised cache. In "float16" (None on CUDA, as in all
+            studies) what a format moves is rounded anew in every layer, which adds to the smallest effects;
+            "float32" (None on a CPU) shows what formats do alone.
         kernel_configs: Tuned configurations of the kernels: those "shipped" with the package, a folder that
             `page4 autotune` wrote, or "defaults": none.
         seed: Decides anchors, nonces and resampling.
@@ -76,6 +79,7 @@ class QuantErrorConfig:
     texts: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["reference", "triton"] | None = None
+    dtype: Literal["float16", "float32"] | None = None
     kernel_configs: Literal["shipped", "defaults"] | Path = "shipped"
     seed: int = 0
     formats: tuple[str, ...] = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
@@ -106,12 +110,14 @@ class QuantErrorConfig:
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {
             "backend": "reference",
+            "dtype": "float32",
             "lengths": (512, 3072),
             "num_prompts": 6,
             "prefill_chunk": 1024,
         },
         "cuda": {
             "backend": "triton",
+            "dtype": "float16",
             "lengths": (1024, 4096, 16384, 32768),
             "num_prompts": 20,
             "prefill_chunk": 4096,

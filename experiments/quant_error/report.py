@@ -47,6 +47,7 @@ def write_report(
         "layers": metrics.layers,
         "logits": metrics.logits,
         "device": config.device,
+        "dtype": config.dtype,
         "confidence": config.confidence,
         "metrics": [m.to_row() for m in metrics.all if (m.place.length, m.place.window) in scored],
     }

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from page4.experiments.calibrate.windows import digest
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.kernel_provenance import study_kernels
@@ -39,7 +41,7 @@ def run(config: QuantErrorConfig, out: Path, progress: Reporter | None = None) -
         InputError: The checkpoint, the texts, the configuration or the folder cannot be used.
     """
     config = config.resolve()
-    assert config.backend is not None
+    assert config.backend is not None and config.dtype is not None
     folder = config.model or CHECKPOINT
     _check_length(config, Qwen4ExpConfig.from_file(folder / "config.json"))
     tokenizer = load_tokenizer(folder)
@@ -56,7 +58,9 @@ def run(config: QuantErrorConfig, out: Path, progress: Reporter | None = None) -
         "texts": prompts.digest(),
         "corpus": digest(windows),
     }
-    model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend=config.backend)
+    model = Qwen4ExpForCausalLM.from_pretrained(
+        folder, getattr(torch, config.dtype), config.device, config.backend
+    )
     with (
         study_kernels(config.backend, config.kernel_configs, config.device) as kernels,
         ResultFolder(out, config, inputs | dict(kernels.digests)) as results,

@@ -96,7 +96,7 @@ class Metrics:
 
 def unquantised_format(config: QuantErrorConfig) -> str:
     """What the pass that arms are compared with stores: the activations' own dtype."""
-    return "fp16" if config.device == "cuda" else "fp32"
+    return {"float16": "fp16", "float32": "fp32"}[config.dtype or "float32"]
 
 
 def reference_arm(config: QuantErrorConfig) -> str | None:

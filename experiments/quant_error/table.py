@@ -7,7 +7,7 @@ import math
 from page4.experiments.markdown import table
 from page4.experiments.plots import format_tokens
 from page4.experiments.quant_error.config import QuantErrorConfig
-from page4.experiments.quant_error.summary import Metrics, reference_arm
+from page4.experiments.quant_error.summary import Metrics, reference_arm, unquantised_format
 from page4.experiments.quant_error.theory import rounding_error
 from page4.experiments.statistics import LEAST_CLUSTERS, Estimate
 
@@ -70,13 +70,15 @@ def _predictions(config: QuantErrorConfig, metrics: Metrics) -> str:
 
 
 def _notes(config: QuantErrorConfig) -> str:
+    own = unquantised_format(config)
+    control = f" The arm {own} stores what that pass stores: a control." if own in config.formats else ""
     return (
         f"{config.num_prompts} prompts of real text on {config.device}, against a pass with an unquantised "
-        f"cache. In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if there are "
-        f"at least {LEAST_CLUSTERS}. Errors are relative RMS. *rounding*: of the format's normal values, "
-        "whatever they are; *expected*: of the values that were stored. *local*: the layer alone, on the "
-        "unquantised pass's inputs; *accumulated*: on the arm's own. The KL divergence is that of the "
-        "unquantised prediction from the arm's; the draft's is of its first step."
+        f"({own}) cache.{control} In brackets: {100 * config.confidence:g} % bootstrap intervals over "
+        f"prompts, if there are at least {LEAST_CLUSTERS}. Errors are relative RMS. *rounding*: of the "
+        "format's normal values, whatever they are; *expected*: of the values that were stored. *local*: "
+        "the layer alone, on the unquantised pass's inputs; *accumulated*: on the arm's own. The KL "
+        "divergence is that of the unquantised prediction from the arm's; the draft's is of its first step."
     )
 
 

@@ -170,8 +170,9 @@ def test_finer_formats_change_less(finished: Finished) -> None:
             assert mean(arm, f"{column}_error") == pytest.approx(mean(arm, f"{column}_expected"), rel=0.05)
 
 
+@pytest.mark.parametrize(("kv_format", "dtype"), [("fp32", None), ("fp16", "float16")])
 def test_an_arm_that_stores_what_it_is_given_changes_nothing(
-    tiny: Tiny, tmp_path: Path, checkpoint: Path
+    tiny: Tiny, tmp_path: Path, checkpoint: Path, kv_format: str, dtype: str | None
 ) -> None:
     """Also of a checkpoint without an MTP head, which has no draft to measure; nothing is calibrated."""
     bare = tmp_path / "bare"
@@ -182,7 +183,9 @@ def test_an_arm_that_stores_what_it_is_given_changes_nothing(
     (bare / "config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = load_file(checkpoint / "model.safetensors")
     save_file({k: v for k, v in weights.items() if not k.startswith("mtp.")}, bare / "model.safetensors")
-    summary = run(tiny(model=bare, formats=("fp32",), lengths=(48,)), tmp_path / "out")
+    summary = run(tiny(model=bare, formats=(kv_format,), lengths=(48,), dtype=dtype), tmp_path / "out")
+    assert summary["unquantised"] == kv_format
+    assert "a control" in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
     assert summary["layers"] == ["1", "2"] and summary["logits"] == ["target"]
     assert summary["reference"] is None
     assert json.loads((tmp_path / "out" / "scales.json").read_text()) == {}
