@@ -1,35 +1,14 @@
-"""Files that appear whole or not at all."""
+"""Text and JSON files that appear whole or not at all."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from page4.kernels.atomic import atomic_path
 
-@contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that takes the name `path` when the block ends normally.
-
-    The temporary file keeps the suffix, so that libraries that choose a format by it work. It is removed when
-    the block raises, and `path` keeps its earlier content then.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+__all__ = ["atomic_path", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,10 +20,3 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically; NaN and infinities, which JSON does not have, are a ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def _umask() -> int:
-    """The process's file mode mask, which mkstemp does not apply."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

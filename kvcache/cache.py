@@ -268,6 +268,25 @@ class HybridCache:
         for layer, ring in zip(self._sparse, rings, strict=True):
             layer.ring[request] = ring
 
+    def paged_tensors(self) -> list[Tensor]:
+        """All that is stored by page, ``[pages, ...]`` each: K, V, scales per token, compressed keys."""
+        stored = []
+        for layer in self._sparse:
+            optional = (layer.k_token_scales, layer.v_token_scales)
+            stored += [layer.k_pages, layer.v_pages, *(part for part in optional if part is not None)]
+            stored.append(layer.compressed_pages)
+        return stored
+
+    def prefilled_state(self, request: int) -> list[Tensor]:
+        """What a prefill leaves behind of a request beside pages, as views: recurrent states and rings."""
+        states = [slots.after_prefill(request) for slots in self.recurrent]
+        return states + [layer.ring[request] for layer in self._sparse]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page in all layers."""
+        for stored in self.paged_tensors():
+            stored[target].copy_(stored[source])
+
     def _conv_slots(self, length: int, channels: int, dtype: torch.dtype) -> ConvSlots:
         slots = ConvSlots(
             self.config.max_requests,

@@ -50,6 +50,10 @@ class PagePool:
         """Pages that :meth:`allocate` can give."""
         return len(self._free) + len(self._idle)
 
+    def is_held(self, page: int) -> bool:
+        """Whether a request holds the page."""
+        return page in self._holders
+
     def allocate(self, count: int) -> list[int]:
         """Takes ``count`` pages for one holder.
 

@@ -33,6 +33,10 @@ class _Slots:
         """Undoes everything since the copy was taken."""
         self.state[request] = state
 
+    def after_prefill(self, request: int) -> Tensor:
+        """What a prefill leaves behind of a request, as a view."""
+        return self.state[request]
+
 
 class ConvSlots(_Slots):
     """Last inputs of a causal convolution that reads L rows back, for speculation over ``rows`` rows.
@@ -82,6 +86,10 @@ class GatedDeltaSlots(_Slots):
     ) -> None:
         self.state = torch.zeros(requests + 1, slots, heads, key_dim, value_dim, device=device)
         self.conv = conv
+
+    def after_prefill(self, request: int) -> Tensor:
+        """Slot 0 of a request, ``[Hv, Dk, Dv]``, as a view."""
+        return self.state[request, 0]
 
     def read(self, requests: Tensor, slots: Tensor) -> Tensor:
         """States ``[B, Hv, Dk, Dv]`` of requests ``[B]`` at their slots ``[B]`` (a copy)."""

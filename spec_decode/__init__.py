@@ -7,7 +7,8 @@ from .metrics import acceptance_by_position, mean_acceptance, repeated_ngrams, t
 from .request import Phase, Request
 from .rounds import RoundResult, measure_rounds
 from .sampling import GREEDY, SamplingOptions
-from .serving import Served, Server, ServingStats
+from .served import Served, ServingStats
+from .serving import Server
 
 __all__ = [
     "GREEDY",

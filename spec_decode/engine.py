@@ -13,11 +13,13 @@ from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, LayerFormats
 from page4.kvcache.intervention import Intervention
 from page4.kvcache.layer_formats import draft_format
+from page4.kvcache.prefix_cache import PrefixCache, PrefixConfig
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
 
 from .choosing import Chooser
 from .decode_state import DecodeState
 from .decode_step import DecodeStep, StepShape
+from .prefix_identity import prefix_identity
 from .request import Phase, Request
 from .sampling import GREEDY, SamplingOptions
 from .step_runner import StepRunner
@@ -39,6 +41,11 @@ class DecoderConfig:
         max_requests: requests decoded at the same time.
         max_tokens: tokens that all requests may hold together; by default, ``max_length`` each.
         cuda_graphs: replay captured decode steps where the backend allows it.
+        prefix: keep prompts' prefixes for later ones; None, the default, computes every prompt, as whoever
+            measures prefill wants.
+        preemption: admit requests by the pages that they need now instead of those that they may need later;
+            whoever came last gives its pages back when they run out, and is computed again. Off by default:
+            in a measurement no request is computed twice.
 
     Raises:
         InputError: a field is out of range or names no format.
@@ -53,6 +60,8 @@ class DecoderConfig:
     max_requests: int = 1
     max_tokens: int | None = None
     cuda_graphs: bool = True
+    prefix: PrefixConfig | None = None
+    preemption: bool = False
 
     def __post_init__(self) -> None:
         draft_format(LayerFormats(self.kv_format), self.draft_kv_format)
@@ -62,6 +71,8 @@ class DecoderConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}, expected at least 1")
+        if self.prefix is not None:
+            self.prefix.check_chunk(self.prefill_chunk)
 
     @property
     def rows_ahead(self) -> int:
@@ -138,16 +149,31 @@ class SpeculativeDecoder:
         step = DecodeStep(model, self.cache, self.state, chooser)
         self.runner = StepRunner(step, rows, config.max_length + config.overrun, config.cuda_graphs)
         self._lanes: list[Request | None] = [None] * rows
+        self.prefix: PrefixCache | None = None
+        if config.prefix is not None:
+            if interventions:
+                raise InputError("a study that intervenes in layers computes every prompt: leave prefix out")
+            identity = prefix_identity(model, config.cache_config(), config.prefill_chunk)
+            self.prefix = PrefixCache(self.cache, config.prefix, config.prefill_chunk, identity)
 
     def open(self, tokens: Sequence[int], sampling: SamplingOptions = GREEDY) -> Request:
-        """Takes a cache row for a new request over ``tokens``.
+        """Takes a cache row for a new request over ``tokens``, and what is known of its prefix.
 
         Raises:
             InputError: the prompt is empty, holds an id outside the vocabulary, or is too long, or the
-                request may emit none but tokens outside the vocabulary.
+                request may emit none but tokens outside the vocabulary; or a prefix is known, and there are
+                too few pages for it.
         """
         self.check(tokens, sampling)
-        return Request(self.cache.open(), list(tokens), len(tokens), sampling)
+        request = Request(self.cache.open(), list(tokens), len(tokens), sampling)
+        if self.prefix is not None:
+            request.prefix = self.prefix.chain(request.tokens)
+            try:
+                request.computed, request.restoration = self.prefix.join(request.prefix, request.row)
+            except InputError:
+                self.cache.close(request.row)
+                raise
+        return request
 
     def check(self, tokens: Sequence[int], sampling: SamplingOptions = GREEDY) -> None:
         """Refuses what :meth:`open` refuses."""
@@ -165,6 +191,7 @@ class SpeculativeDecoder:
 
         Steps in flight may still write there; whoever gets them next writes later.
         """
+        self._settle(request)  # its pages may have other owners soon
         request.phase = Phase.FINISHED
         self._lanes = [None if held is request else held for held in self._lanes]
         self.cache.close(request.row)
@@ -179,6 +206,7 @@ class SpeculativeDecoder:
             return
         segments, following = [], []
         for request, stop in stops.items():
+            self._settle(request)
             self.cache.reserve(request.row, stop)
             start = request.computed
             preceding = self.model.preceding(request.tokens, start)
@@ -186,14 +214,16 @@ class SpeculativeDecoder:
             segments.append(Segment(request.row, start, ids[: stop - start], preceding, decode=False))
             if len(ids) > 1:
                 following.append(Segment(request.row, start, ids[1:], (), decode=False))
+            self._follow_chunks(request, stop, alone=len(stops) == 1)
             request.computed = stop
         batch = RowBatch.pack(segments, self.model.device)
         streams = self.model.forward_rows(batch, self.cache)
-        if self.config.num_draft_tokens == 0 or not following:
-            return
-        drafting = RowBatch.pack(following, self.model.device)
-        parts = [streams[batch.rows(s.request)][: s.length] for s in drafting.segments]
-        self.model.draft_rows(drafting, torch.cat(parts), self.cache)
+        if self.config.num_draft_tokens and following:
+            drafting = RowBatch.pack(following, self.model.device)
+            parts = [streams[batch.rows(s.request)][: s.length] for s in drafting.segments]
+            self.model.draft_rows(drafting, torch.cat(parts), self.cache)
+        for request in stops:
+            self._keep(request)
 
     def start(self, request: Request) -> None:
         """From prefill to decode: all tokens but the last one are computed.
@@ -203,6 +233,7 @@ class SpeculativeDecoder:
         """
         if request.computed != len(request.tokens) - 1:
             raise RuntimeError(f"{request.computed} of {len(request.tokens)} tokens are prefilled")
+        self._settle(request)
         history = self.model.preceding(request.tokens, request.computed)
         self.state.begin(request.row, request.tokens[-1], request.computed, history, request.sampling)
         if request.sampling.samples_drafts and self.config.num_draft_tokens:
@@ -287,11 +318,35 @@ class SpeculativeDecoder:
         """Makes room for whatever the next step of a request may write."""
         self.cache.reserve(request.row, self._bound(request))
 
+    def restored(self, request: Request) -> bool:
+        """Whether all of the request's prefix is back from the host; decoding others need not wait for it."""
+        return request.restoration is None or request.restoration.done()
+
     def now(self) -> float:
         """Seconds, after the device has finished what was asked of it."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
+
+    def _settle(self, request: Request) -> None:
+        """The computation waits for a prefix that is on its way back."""
+        if self.prefix is not None and request.restoration is not None:
+            self.prefix.settle(request.restoration)
+            request.restoration = None
+
+    def _follow_chunks(self, request: Request, stop: int, alone: bool) -> None:
+        """Prompts that are computed in another way than one chunk after the other, alone, are not kept."""
+        chunk, last = self.config.prefill_chunk, request.prompt_length - 1
+        if not alone or request.computed % chunk or stop != min(request.computed + chunk, last):
+            request.prefix = None
+
+    def _keep(self, request: Request) -> None:
+        if self.prefix is not None and request.prefix is not None:
+            self.prefix.keep(request.prefix, request.computed, request.row)
+
+    def missing_pages(self, requests: Sequence[Request]) -> int:
+        """Pages that :meth:`launch` would take beyond those that the requests have."""
+        return sum(self.cache.tables.missing(request.row, self._bound(request)) for request in requests)
 
     def _bound(self, request: Request) -> int:
         """Tokens that a request may hold after the next step, whatever the steps in flight accept."""

@@ -9,7 +9,8 @@ from page4.kernels.errors import InputError
 
 from .engine import SpeculativeDecoder
 from .sampling import GREEDY, SamplingOptions
-from .serving import Served, Server, ServingStats
+from .served import Served, ServingStats
+from .serving import Server
 
 
 @dataclass(frozen=True)

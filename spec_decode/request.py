@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from page4.kvcache.prefix_cache import Restoration
+from page4.kvcache.prefix_chain import PrefixChain
+
 from .sampling import GREEDY, SamplingOptions
 
 
@@ -30,6 +33,8 @@ class Request:
         in_flight: decode steps that run and whose outcome is not known yet.
         drafted: whether the next step to be known verifies drafts; the first one of a request has none.
         accepted: drafts accepted in each verification.
+        prefix: keys of the prompt's prefixes, if they are kept.
+        restoration: a prefix on its way back from the host.
     """
 
     row: int
@@ -41,6 +46,8 @@ class Request:
     in_flight: int = 0
     drafted: bool = False
     accepted: list[int] = field(default_factory=list)
+    prefix: PrefixChain | None = None
+    restoration: Restoration | None = None
 
     @property
     def emitted(self) -> list[int]:

@@ -4,72 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from page4.kernels.errors import InputError
 from page4.kvcache.pages import pages_for
 
 from .engine import SpeculativeDecoder, StepInFlight
+from .preemption import Preemption
 from .request import Phase, Request
-from .sampling import GREEDY, SamplingOptions
-
-OnTokens = Callable[["Served", list[int]], None]
-
-
-@dataclass(eq=False)
-class Served:
-    """A request as its client sees it.
-
-    Attributes:
-        prompt: its token ids.
-        max_new_tokens: tokens to emit at most.
-        stop_token_ids: ids that end it; the one that does is emitted.
-        sampling: how tokens are chosen.
-        on_tokens: called with new tokens, at least one, as soon as they are known.
-        tokens: emitted so far.
-        accepted: drafts accepted in each verification.
-        finished: whether no more tokens follow.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    sampling: SamplingOptions = GREEDY
-    on_tokens: OnTokens | None = None
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt and at most of the output."""
-        return len(self.prompt) + self.max_new_tokens
-
-
-@dataclass
-class ServingStats:
-    """Where the time went.
-
-    Attributes:
-        prefill_tokens, prefill_seconds: of all steps in which some request was prefilling.
-        step_seconds: wall time of each pure decode step (verification and drafting), without what it took to
-            capture a new shape.
-        decode_tokens: tokens emitted by those steps, over all requests.
-    """
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
-    decode_tokens: int = 0
+from .served import Served, ServingStats
 
 
 class Server:
     """Runs requests of a decoder in one batch.
 
-    A step prefills a chunk of every prompt that is not done and then decodes all that are. A request is
-    admitted, in order of arrival, when a row is free and the pages that it may need are neither taken nor
-    promised, so no request ever waits for pages once it runs.
+    A step prefills a chunk of every prompt that is not done and then decodes all that are. Each prompt is a
+    forward pass of its own: what it leaves in the cache depends on no other, to the last bit.
+
+    A request is admitted, in order of arrival, when a row is free and the pages that it may need are neither
+    taken nor promised, so no request ever waits for pages once it runs. With preemption the pages of its
+    prompt and of the next steps are enough, see :mod:`page4.spec_decode.preemption`.
 
     Args:
         decoder: nothing else uses it meanwhile.
@@ -86,6 +39,7 @@ class Server:
         self._running: dict[Request, Served] = {}
         self._in_flight: StepInFlight | None = None
         self._since = 0.0
+        self._preemption = Preemption(decoder, self.stats) if decoder.config.preemption else None
 
     @property
     def busy(self) -> bool:
@@ -131,6 +85,7 @@ class Server:
         self._admit()
         prefilled = self._prefill()
         decoding = [request for request in self._running if request.phase is Phase.DECODE]
+        decoding = self._make_room(decoding)
         launched = self._launch(decoding) if decoding else None
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -155,26 +110,55 @@ class Server:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.decoder.config.max_requests:
-            promised = sum(map(self._pages, self._running.values()))
-            if promised + self._pages(self._waiting[0]) > self.decoder.cache.tables.pool.total:
+            served = self._waiting[0]
+            if not self._has_room(served):
                 return
-            served = self._waiting.popleft()
-            self._running[self.decoder.open(served.prompt, served.sampling)] = served
+            self._waiting.popleft()
+            if self._preemption is None:
+                request = self.decoder.open(served.prompt, served.sampling)
+            else:
+                request = self._preemption.open(served)
+            self._running[request] = served
+
+    def _has_room(self, served: Served) -> bool:
+        if self._preemption is not None:
+            return self._preemption.has_room(served)
+        promised = sum(map(self._pages, self._running.values()))
+        return promised + self._pages(served) <= self.decoder.cache.tables.pool.total
+
+    def _make_room(self, decoding: list[Request]) -> list[Request]:
+        """Those of the requests that have pages for their next step, after others have lost theirs."""
+        if self._preemption is None:
+            return decoding
+        while (victim := self._preemption.victim(decoding, self._running)) is not None:
+            self.stats.preemptions += 1
+            self._running[victim].preemptions += 1
+            self._put_back(victim)
+            decoding = [request for request in decoding if request is not victim]
+        return decoding
+
+    def _put_back(self, request: Request) -> None:
+        """A running request waits again, before all that came later."""
+        self._waiting.appendleft(self._running[request])
+        self._leave(request)
 
     def _prefill(self) -> int:
         """Prefills a chunk of each unfinished prompt; returns the number of tokens."""
         chunk = self.decoder.config.prefill_chunk
-        stops = {
-            request: min(request.computed + chunk, request.prompt_length - 1)
-            for request in self._running
-            if request.phase is Phase.PREFILL
-        }
-        before = sum(request.computed for request in stops)
-        self.decoder.prefill({r: stop for r, stop in stops.items() if stop > r.computed})
-        for request in stops:
-            if request.computed == request.prompt_length - 1:
+        waiting = [request for request in self._running if request.phase is Phase.PREFILL]
+        prefilling = [request for request in waiting if self.decoder.restored(request)]
+        if not prefilling and len(waiting) == len(self._running):
+            prefilling = waiting  # nothing else to do until their prefixes are back
+        tokens = 0
+        for request in prefilling:
+            before = request.computed
+            stop = min(before + chunk, request.prompt_length - 1)
+            if stop > before:
+                self.decoder.prefill({request: stop})
+            if stop == request.prompt_length - 1:
                 self.decoder.start(request)
-        return sum(request.computed for request in stops) - before
+            tokens += stop - before
+        return tokens
 
     def _launch(self, requests: list[Request]) -> StepInFlight:
         """Launches a step; what it takes to capture a new shape counts nowhere."""
@@ -186,12 +170,21 @@ class Server:
     def _emit(self, request: Request, tokens: list[int]) -> int:
         """Hands out new tokens up to the request's end; returns their number."""
         served = self._running[request]
+        accepted = request.accepted
+        if self._preemption is not None:
+            new = self._preemption.unknown(request, served, tokens)
+            if new is None:
+                self._put_back(request)
+                return 0
+            if not new:
+                return 0
+            tokens, accepted = new, self._preemption.accepted(request, served)
         new = tokens[: served.max_new_tokens - len(served.tokens)]
         ends = [i for i, token in enumerate(new) if token in served.stop_token_ids]
         if ends:
             new = new[: ends[0] + 1]
         served.tokens += new
-        served.accepted = request.accepted
+        served.accepted = accepted
         if ends or len(served.tokens) == served.max_new_tokens:
             served.finished = True
             self._leave(request)
