@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton._C.libtriton.ir import INPUT_PRECISION
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from page4.kernels import gated_delta_chunk_triton as module
 from page4.kernels.errors import InputError
 from page4.kernels.gated_delta_chunk_triton import (
     CHUNK,
@@ -222,6 +227,46 @@ def test_inverse_of_overlaps(kind: str) -> None:
     assert exact.abs().max() < 2
     # A row of the substitution sums 31 rounded products of numbers below 2.
     assert_near(out, exact, 2e-5)
+
+
+def tf32(x: np.ndarray) -> np.ndarray:
+    """Rounded to 11 bits, halves away from zero."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def truncated_product(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """FP32 ``total + a @ b``, eight terms at a time, each sum cut off toward zero as tensor cores may do."""
+    for k in range(0, a.shape[1], 8):
+        exact = total.astype(np.float64) + a[:, k : k + 8].astype(np.float64) @ b[k : k + 8]
+        total = exact.astype(np.float32)
+        total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+    return total
+
+
+def tensor_core_dot(_: object, a: Any, b: Any, d: Any, precision: Any, _imprecise: int) -> TensorHandle:
+    """``tl.dot`` of FP32 as a GPU computes it with TF32 parts, instead of the interpreter's FP32."""
+    x, y, total = a.data, b.data, np.zeros_like(d.data)
+    x_high, y_high = tf32(x), tf32(y)
+    if precision == INPUT_PRECISION.TF32x3:
+        total = truncated_product(tf32(x - x_high), y_high, total)
+        total = truncated_product(x_high, tf32(y - y_high), total)
+    else:
+        assert precision == INPUT_PRECISION.TF32
+    return TensorHandle(truncated_product(x_high, y_high, total) + d.data, d.dtype.scalar)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU computes so itself")
+def test_products_of_tf32_parts_are_as_precise_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the public model's head dimensions; products of one part each would be off by a hundredth."""
+    heads = Heads(values=1, key_dim=128, value_dim=128)
+    inputs, weights = inputs_of(heads, 130, 3), weights_of(heads)
+    weights = replace(weights, dt_bias=weights.dt_bias - 4)  # states outlive a chunk
+    caches = Caches.random(heads, requests=1, slots=1)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", tensor_core_dot)
+    check(heads, caches.clone(), request_rows([0], [0], [7], 130), inputs, weights)
+    monkeypatch.setattr(module, "_PRECISION", tl.constexpr("tf32"))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check(heads, caches, request_rows([0], [0], [7], 130), inputs, weights)
 
 
 def test_no_requests_and_only_padding_write_nothing() -> None:
