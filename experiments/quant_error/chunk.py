@@ -72,8 +72,8 @@ class Chunk:
         for name, base in self._base.calls.items():
             local, own = replayed[name], passage.calls[name]
             stored = decoded_rows(local.cache, 0, self._first, self._stop)
-            parts = zip("kv", self._kv[name], stored, (local.cache.k_scale, local.cache.v_scale), strict=True)
-            rows = [self._kv_rows(exact, kept, arm.kv_format, scale) for _, exact, kept, scale in parts]
+            parts = zip(self._kv[name], stored, (local.cache.k_scale, local.cache.v_scale), strict=True)
+            rows = [self._kv_rows(exact, kept, arm.kv_format, scale) for exact, kept, scale in parts]
             y, y_local, y_own = (self._rows(call.output).double() for call in (base, local, own))
             rows += [y.square().sum(1), (y_local - y).square().sum(1), (y_own - y).square().sum(1)]
             names = [f"{part}_{title}" for part in "kv" for title in KV_SUMS] + list(OUTPUT_SUMS)
@@ -89,7 +89,7 @@ class Chunk:
         for name, logits in self._logits_of(passage).items():
             base = self._logits[name]
             divergence = kl_divergence(base, logits)
-            values = torch.stack([divergence, flips(base, logits), torch.ones_like(divergence)])
+            values = torch.stack([divergence, flips(base, logits).double(), torch.ones_like(divergence)])
             self._add(sums, arm, name, ("kl", "flips", "rows"), values)
 
     def _within(self, window: Window) -> range:
