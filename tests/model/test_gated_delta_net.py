@@ -34,7 +34,7 @@ def new_slots(layer: GatedDeltaNet) -> GatedDeltaSlots:
 
 
 def run(layer: GatedDeltaNet, backend: str, x: Tensor, pieces: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Outputs and last states of request 1: pieces of a prompt, each beside request 0's, then a verify step."""
+    """Outputs and states of request 1: pieces of a prompt, each beside request 0's, then a verify step."""
     layer.backend = backend  # type: ignore[assignment]
     slots, parts, start = new_slots(layer), [], 0
     for length, decode in [*((piece, False) for piece in pieces), (ROWS, True)]:
