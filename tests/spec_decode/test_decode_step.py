@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from page4.kvcache import KVScales, ScalePair
+from page4.kvcache import KVScales, ScalePair, get_format
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import (
     GREEDY,
@@ -52,7 +52,10 @@ def reference() -> Qwen4ExpForCausalLM:
 
 
 def build(model: Qwen4ExpForCausalLM, kv_format: str = "fp32", **options: object) -> SpeculativeDecoder:
-    scales = SCALES if kv_format == "e4m3" else None
+    needed = [
+        get_format(str(name)).needs_scale for name in (kv_format, options.get("draft_kv_format") or kv_format)
+    ]
+    scales = KVScales(SCALES.target if needed[0] else (), SCALES.draft if needed[1] else None)
     defaults = {"max_length": 96, "prefill_chunk": 16, "num_draft_tokens": 2, "max_requests": 4}
     return SpeculativeDecoder(
         model,
@@ -185,13 +188,19 @@ def test_requests_keep_their_lanes_and_distributions_move_along(reference: Qwen4
 
 
 @needs_gpu
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("kv_format", "draft"),
+    [("fp16", None), ("e4m3", None), ("int8", None), ("e4m3", "fp16"), ("int8", "e4m3")],
+)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_replayed_step_equals_an_eager_one_bit_for_bit(
-    kernels: Qwen4ExpForCausalLM, kv_format: str, options: SamplingOptions
+    kernels: Qwen4ExpForCausalLM, kv_format: str, draft: str | None, options: SamplingOptions
 ) -> None:
     """Captured at 4 lanes, replayed with 3 requests; everything that a step leaves behind."""
-    decoders = [build(kernels.half(), kv_format, cuda_graphs=graphs) for graphs in (True, False)]
+    decoders = [
+        build(kernels.half(), kv_format, draft_kv_format=draft, cuda_graphs=graphs)
+        for graphs in (True, False)
+    ]
     left = []
     for decoder in decoders:
         each = [replace(options, seed=i) for i in range(3)]

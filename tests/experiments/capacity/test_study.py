@@ -47,6 +47,9 @@ def test_the_public_geometry() -> None:
     assert row("e4m3", 1)["bytes_per_token"] == 13 * 2 * 2 * 256 + keys == 14_144
     assert row("int8", 1)["bytes_per_token"] == 13 * 2 * 2 * (256 + 4) + keys
     assert row("e4m3", 1, "fp16")["bytes_per_token"] == 12 * 2 * 2 * 256 + 2 * 2 * 256 * 2 + keys
+    by_layer = ("e4m3,3:fp16", "fp16")
+    mixed = row(by_layer[0], 1, by_layer[1], formats=(("fp16", "fp16"), by_layer))
+    assert mixed["bytes_per_token"] == 11 * 2 * 2 * 256 + 2 * 2 * 2 * 256 * 2 + keys
     delta = 36 * 4 * 48 * 128 * 128 * 4  # 3 MiB a layer and row, K + 1 rows
     conv = 36 * (3 + 4) * 10_240 * 2
     ple = (9 + 4) * 10_240 * 4
