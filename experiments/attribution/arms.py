@@ -31,6 +31,7 @@ HEADINGS: dict[str, str] = {
 }
 
 FACTORS = (0.25, 0.5, 2.0, 8.0, 64.0)
+DRAFT_FACTORS = (0.5, 2.0)
 
 PLAIN = Treatment()
 
@@ -67,10 +68,7 @@ def study_conditions(kv_format: str, groups: Sequence[str], layers: Sequence[int
     by_group = {
         "place": _places(kv_format, layers),
         "noise": _noises(kv_format),
-        "scale": [
-            _whole(f"{kv_format}_x{factor:g}", kv_format, "scale", f"scales x {factor:g}", ScaledBy(factor))
-            for factor in FACTORS
-        ],
+        "scale": _scales(kv_format),
         "choice": [
             _whole(f"{kv_format}_frozen", kv_format, "choice", "blocks as the FP16 run chose", FrozenChoice())
         ],
@@ -110,6 +108,16 @@ def _places(kv_format: str, layers: Sequence[int]) -> list[Condition]:
         Condition(Arm(f"{kv_format}_{name}", target, draft, 0), "place", says)
         for name, target, draft, says in places
     ]
+
+
+def _scales(kv_format: str) -> list[Condition]:
+    """All scales times a factor, then the draft's alone."""
+    wrong = [(f"x{factor:g}", f"scales x {factor:g}", ScaledBy(factor)) for factor in FACTORS]
+    wrong += [
+        (f"draft_x{factor:g}", f"draft scales x {factor:g}", ScaledBy(factor, draft_only=True))
+        for factor in DRAFT_FACTORS
+    ]
+    return [_whole(f"{kv_format}_{name}", kv_format, "scale", says, how) for name, says, how in wrong]
 
 
 def _noises(kv_format: str) -> list[Condition]:

@@ -53,16 +53,22 @@ class FrozenChoice(Treatment):
 
 @dataclass(frozen=True)
 class ScaledBy(Treatment):
-    """Static scales multiplied by a factor: below 1 large values are clipped, above 1 small ones vanish."""
+    """Static scales multiplied by a factor: below 1 large values are clipped, above 1 small ones vanish.
+
+    Attributes:
+        factor: above 0.
+        draft_only: leave the target's scales as they are.
+    """
 
     factor: float
+    draft_only: bool = False
 
     def scales(self, numbers: Numbers) -> KVScales | None:
         """The calibrated scales times the factor."""
         scales = super().scales(numbers)
         if scales is None:
             return None
-        target = tuple(self._scaled(pair) for pair in scales.target)
+        target = scales.target if self.draft_only else tuple(map(self._scaled, scales.target))
         return KVScales(target, None if scales.draft is None else self._scaled(scales.draft))
 
     def _scaled(self, pair: ScalePair) -> ScalePair:

@@ -44,7 +44,7 @@ ARMS = [
     "fp16", "fp16_again", "e4m3",
     "e4m3_target", "e4m3_draft", "e4m3_layer1", "e4m3_not_layer1", "e4m3_layer2", "e4m3_not_layer2",
     "noise_layer", "noise_value",
-    "e4m3_x0.25", "e4m3_x0.5", "e4m3_x2", "e4m3_x8", "e4m3_x64",
+    "e4m3_x0.25", "e4m3_x0.5", "e4m3_x2", "e4m3_x8", "e4m3_x64", "e4m3_draft_x0.5", "e4m3_draft_x2",
     "e4m3_frozen",
     "e5m2", "e3m4", "e2m5", "int8",
     "e4m3_per_head", "e4m3_rotated", "e2m5_per_head", "e2m5_rotated", "e2m5_mse",
@@ -162,7 +162,7 @@ def test_the_first_layer_stores_what_each_arm_says(finished: Finished, part: int
     exact = {"fp16", "recording", "e4m3_draft", "e4m3_layer2", "e4m3_not_layer1"}
     assert {name for name, error in found.items() if error == 0} == exact
     e4m3 = found["e4m3"]
-    for name in ("e4m3_target", "e4m3_layer1", "e4m3_not_layer2", "e4m3_frozen"):
+    for name in ("e4m3_target", "e4m3_layer1", "e4m3_not_layer2", "e4m3_frozen", "e4m3_draft_x2"):
         assert found[name] == e4m3
     for name in ("noise_layer", "noise_value"):
         assert found[name] == pytest.approx(e4m3, rel=0.1)

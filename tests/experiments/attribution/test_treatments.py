@@ -74,6 +74,8 @@ def test_a_factor_multiplies_every_scale(calibration: Calibration) -> None:
     for before, after in pairs:
         assert before is not None and after is not None
         assert (after.k, after.v) == (before.k / 4, before.v / 4)
+    draft_only = scales_of(ScaledBy(0.25, draft_only=True), E4M3, calibration)
+    assert draft_only == KVScales(plain.target, scaled.draft)
 
 
 def test_scales_of_least_error_lose_less_of_what_was_observed(calibration: Calibration) -> None:
