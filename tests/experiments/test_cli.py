@@ -173,6 +173,7 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "hardware",
         "checkpoint",
         "attention",
+        "delta_prefill",
         "kv_formats",
         "kv_scale_bytes",
     }
