@@ -48,6 +48,10 @@ def generate(
     sample_drafts: Annotated[
         bool, typer.Option("--sample-drafts", help="Sample drafts, too, at the same temperature.")
     ] = False,
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the prompt's prefixes here, and reuse those of earlier runs."),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")
     ] = False,
@@ -81,6 +85,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         sample_drafts=sample_drafts or None,
+        prefix_cache=prefix_cache,
         ignore_eos=ignore_eos or None,
     )
 

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from page4.experiments.checkpoint_digest import checkpoint_digest
 from page4.experiments.device import resolve_device
 from page4.experiments.info import CHECKPOINT, OVERLAY
 from page4.experiments.tokenizer import TextStream, load_tokenizer
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, LayerFormats
 from page4.kvcache.layer_formats import draft_format
+from page4.kvcache.prefix_cache import PrefixConfig
 from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM
 from page4.model.kv_scales import load_overlay
 from page4.spec_decode import (
@@ -46,6 +48,9 @@ class GenerateConfig:
         max_new_tokens: Tokens to emit at most.
         ignore_eos: Go on after the end-of-text token.
         prefill_chunk: Prompt tokens per step.
+        prefix_cache: Folder that keeps the prompt's prefixes for the next run; what it knows is not computed
+            again. With static scales they have to be an overlay's: a prompt's own change with it.
+        host_gib: Host memory that prefixes pass through on their way from and to the folder, GiB.
         temperature, top_k, top_p, min_p, seed, sample_drafts: See `SamplingOptions`; temperature 0 is greedy.
     """
 
@@ -60,6 +65,8 @@ class GenerateConfig:
     max_new_tokens: int = 128
     ignore_eos: bool = False
     prefill_chunk: int = 2048
+    prefix_cache: Path | None = None
+    host_gib: float = 2.0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -71,6 +78,7 @@ class GenerateConfig:
         """Refuse what can be refused without the checkpoint."""
         self.sampling()
         self.decoder(prompt_length=1, scales=None)
+        self._check_prefix_cache()
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}, expected at least 1")
 
@@ -85,7 +93,9 @@ class GenerateConfig:
             sample_drafts=self.sample_drafts,
         )
 
-    def decoder(self, prompt_length: int, scales: KVScales | None) -> DecoderConfig:
+    def decoder(
+        self, prompt_length: int, scales: KVScales | None, prefix: PrefixConfig | None = None
+    ) -> DecoderConfig:
         """A decoder for this one request."""
         return DecoderConfig(
             kv_format=self.kv_format,
@@ -94,7 +104,29 @@ class GenerateConfig:
             num_draft_tokens=self.num_draft_tokens,
             prefill_chunk=self.prefill_chunk,
             max_length=prompt_length + max(1, self.max_new_tokens),
+            prefix=prefix,
         )
+
+    def prefix(self, model: str) -> PrefixConfig | None:
+        """What is kept of the prompt for later runs with the same model."""
+        if self.prefix_cache is None:
+            return None
+        interval = self.prefill_chunk * max(1, PrefixConfig().interval // self.prefill_chunk)
+        return PrefixConfig(interval, host_gib=self.host_gib, folder=self.prefix_cache, model=model)
+
+    def _check_prefix_cache(self) -> None:
+        prefix = self.prefix(model="a checkpoint")
+        if prefix is None:
+            return
+        prefix.check_chunk(self.prefill_chunk)
+        target = LayerFormats(self.kv_format)
+        formats = [*target.distinct, draft_format(target, self.draft_kv_format)]
+        static = next((used.name for used in formats if used.needs_scale), None)
+        if static is not None and self.scales == "prompt":
+            raise InputError(
+                f"a prefix cache in {static} needs scales that are the same for all prompts: "
+                "use --scales shipped or those of another overlay"
+            )
 
 
 def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], object]) -> dict[str, Any]:
@@ -122,7 +154,8 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
             f"the model's positions end at {limit}"
         )
     scales = overlaid or _calibrated(config, model, tokens)
-    decoder = SpeculativeDecoder(model, config.decoder(len(tokens), scales))
+    prefix = config.prefix(checkpoint_digest(folder)) if config.prefix_cache is not None else None
+    decoder = SpeculativeDecoder(model, config.decoder(len(tokens), scales, prefix))
     stream = TextStream(tokenizer)
     pieces: list[str] = []
 
@@ -139,8 +172,12 @@ def continue_text(config: GenerateConfig, prompt: str, write: Callable[[str], ob
         on_tokens=lambda request, new: say(stream.add(new)),
     )
     server = Server(decoder)
-    server.submit(request)
-    server.run()
+    try:
+        server.submit(request)
+        server.run()
+    finally:
+        if decoder.prefix is not None:
+            decoder.prefix.close()
     say(stream.end())
     return _report(config, model, request, server, "".join(pieces))
 
@@ -185,4 +222,5 @@ def _report(
         "step_p50_ms": float(np.quantile(milliseconds, 0.5)) if stats.step_seconds else None,
         "step_p90_ms": float(np.quantile(milliseconds, 0.9)) if stats.step_seconds else None,
         "decode_tokens_per_s": stats.decode_tokens / decoded if decoded else None,
+        "prefix": server.decoder.prefix.metrics() if server.decoder.prefix is not None else None,
     }

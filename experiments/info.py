@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 import page4.model
+from page4.experiments.capacity.geometry import PUBLIC, load_geometry
 from page4.experiments.provenance import hardware, package_versions
 from page4.kernels.errors import InputError
-from page4.kvcache import FORMAT_NAMES, get_format
+from page4.kvcache import FORMAT_NAMES, CacheConfig, get_format
+from page4.kvcache.capacity import page_bytes, snapshot_bytes
+from page4.kvcache.pages import PAGE_TOKENS
+from page4.kvcache.prefix_cache import PrefixConfig
 
 CHECKPOINT = Path(page4.model.__file__).parent / "checkpoint"
 OVERLAY = CHECKPOINT.with_name("checkpoint-kvscales")
@@ -32,6 +36,7 @@ def collect_info() -> dict[str, Any]:
         "delta_prefill": delta_prefill_state(),
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
         "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
+        "prefix": prefix_state(),
     }
 
 
@@ -46,6 +51,24 @@ def checkpoint_state(folder: Path) -> dict[str, Any]:
     shards = sorted(folder.glob("*.safetensors"))
     found = bool(shards) and (folder / "config.json").is_file()
     return {"found": found, "bytes": sum(shard.stat().st_size for shard in shards)}
+
+
+def prefix_state() -> dict[str, Any]:
+    """What kept prefixes take, by the public checkpoint's geometry and by format, in bytes.
+
+    `page` is 16 tokens in all layers, `snapshot` the states after a prefix, and `group` what goes to the host
+    tier at once: the pages of an `interval`, in tokens, and a snapshot.
+    """
+    geometry, interval = load_geometry(PUBLIC), PrefixConfig().interval
+    state: dict[str, Any] = {"geometry": PUBLIC, "interval": interval, "page": {}, "group": {}}
+    for name in FORMAT_NAMES:
+        cache = CacheConfig(kv_format=name)
+        page = page_bytes(geometry, cache).total
+        snapshot = snapshot_bytes(geometry, cache, torch.float16).total
+        state["page"][name] = page
+        state["snapshot"] = snapshot
+        state["group"][name] = interval // PAGE_TOKENS * page + snapshot
+    return state
 
 
 def attention_state() -> dict[str, Any]:
@@ -113,6 +136,15 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     if attention["predicted"]:
         tuned += f", {attention['predicted']} of them predicted, not measured"
     lines.append(("configurations", tuned if attention["file"] else "by rule, none tuned for this machine"))
+    prefix = record["prefix"]
+    groups = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in prefix["group"].items())
+    lines.append(
+        (
+            "kept prefixes",
+            f"{prefix['geometry']}: a snapshot has {prefix['snapshot'] / 1e6:.0f} MB, with the pages of "
+            f"{prefix['interval']} tokens: {groups}",
+        )
+    )
     scales = record["kv_scale_bytes"]
     formats = (
         f"{name} ({size} B{f' + {scales[name]} B per token and head' if scales[name] else ''})"

@@ -111,6 +111,12 @@ def state_bytes(geometry: CacheGeometry, config: CacheConfig, activation_dtype: 
     )
 
 
+def snapshot_bytes(geometry: CacheGeometry, config: CacheConfig, activation_dtype: torch.dtype) -> CacheBytes:
+    """Bytes that a prefix needs beside its pages: one state of the delta rule, not K + 1."""
+    state = state_bytes(geometry, config, activation_dtype)
+    return replace(state, delta_state=state.delta_state // (config.num_draft_tokens + 1))
+
+
 def tokens_within(
     budget: int, geometry: CacheGeometry, config: CacheConfig, activation_dtype: torch.dtype
 ) -> int:

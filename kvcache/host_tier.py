@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,7 @@ class HostTier:
                 f"the host tier has {budget / 2**30:.3g} GiB, one group of {pages} pages and a state takes "
                 f"{largest / 2**30:.3g}: raise host_gib or lower snapshot_interval"
             )
-        pinned = device.type == "cuda"
-        self._arena = torch.empty(slots, largest, dtype=torch.uint8, pin_memory=pinned)
+        self._arena = host_arena((slots, largest), device)
         self._staging_out = torch.empty(_STAGING, largest, dtype=torch.uint8, device=device)
         self._staging_in = torch.empty(largest, dtype=torch.uint8, device=device)
         self._queue = copy_queue(device)
@@ -218,3 +218,16 @@ class HostTier:
         if pages not in self._layouts:
             self._layouts[pages] = GroupLayout(self._cache, pages)
         return self._layouts[pages]
+
+
+def host_arena(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Host memory, uint8, that a GPU copies to and from beside its computation.
+
+    It is pinned where it lies: PyTorch's own pinned allocations are rounded up to powers of two.
+    """
+    arena = torch.empty(shape, dtype=torch.uint8)
+    if device.type == "cuda":
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)))
+        weakref.finalize(arena, runtime.cudaHostUnregister, arena.data_ptr()).atexit = False
+    return arena

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from page4.kernels.errors import InputError
 
@@ -251,6 +252,31 @@ class PrefixCache:
                 self.files.write(key, *self.host.content(key))
             for key in self.files.written():
                 self.host.release(key)
+
+    def metrics(self) -> dict[str, Any]:
+        """What is kept where, what was reused, and what was moved, of JSON types only.
+
+        Pages by state; snapshots and groups by number; bytes, and bytes per second of the copies that are
+        done (None before the first).
+        """
+        pool = self._cache.tables.pool
+        found: dict[str, Any] = {
+            "pages": {"total": pool.total, "held": pool.held, "idle": pool.idle, "free": pool.free},
+            "snapshots": len(self.snapshots),
+            **asdict(self.stats),
+        }
+        if self.host is not None:
+            found["host"] = {"groups": len(self.host), "slots": self.host.slots}
+            for name, moved in (("to_host", self.host.out), ("to_device", self.host.back)):
+                found["host"][name] = asdict(moved) | {"bytes_per_second": moved.bandwidth}
+        if self.files is not None:
+            found["files"] = {
+                "groups": len(self.files),
+                "bytes_written": self.files.bytes_written,
+                "bytes_read": self.files.bytes_read,
+                "corrupt": self.files.corrupt,
+            }
+        return found
 
     def close(self) -> None:
         """Waits for copies and files, and lets go of the folder."""

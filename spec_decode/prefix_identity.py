@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import torch
 
 from page4.kvcache import CacheConfig
 from page4.model import Qwen4ExpForCausalLM
 from page4.model.cache_geometry import cache_geometry
+
+_CAPACITY = ("max_requests", "max_tokens", "max_request_tokens")
 
 
 def prefix_identity(model: Qwen4ExpForCausalLM, cache: CacheConfig, prefill_chunk: int) -> dict[str, str]:
@@ -19,10 +22,11 @@ def prefix_identity(model: Qwen4ExpForCausalLM, cache: CacheConfig, prefill_chun
     makes no difference.
     """
     device = model.device
-    sized = dataclasses.replace(cache, max_requests=1, max_tokens=1, max_request_tokens=None)
+    choices = {f.name: getattr(cache, f.name) for f in dataclasses.fields(cache) if f.name not in _CAPACITY}
     return {
         "geometry": repr(cache_geometry(model.config)),
-        "cache": repr(sized),
+        **{name: str(value) for name, value in choices.items()},
+        "scales": hashlib.sha256(repr(cache.scales).encode()).hexdigest()[:16],
         "prefill_chunk": str(prefill_chunk),
         "activations": str(model.dtype),
         "backend": model.backend,

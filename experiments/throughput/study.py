@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from page4.experiments.acceptance.config import Arm
+from page4.experiments.checkpoint_digest import checkpoint_digest
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.plots import format_tokens
@@ -22,7 +23,6 @@ from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, LayerFormats
 from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM
-from page4.model.kv_scales import describe_base
 from page4.spec_decode import observe_texts
 
 _WARM_STEPS = 4
@@ -91,8 +91,7 @@ class _Prompts:
         texts = sorted({(anchor.text.name, tuple(anchor.text.tokens)) for anchor in self.anchors})
         digests = {"texts": hashlib.sha256(repr(texts).encode()).hexdigest()}
         if not self._config.public_layers:
-            files = sorted(describe_base(folder).files.items())
-            digests["checkpoint"] = hashlib.sha256(repr(files).encode()).hexdigest()
+            digests["checkpoint"] = checkpoint_digest(folder)
         return digests
 
     def _nonce(self, anchor: Anchor, arm: Arm) -> list[int]:

@@ -42,6 +42,25 @@ def test_speculation_changes_how_fast_not_what(checkpoint: Path, options: dict[s
     assert speculative["prefill_tokens"] == speculative["prompt_tokens"] - 1
 
 
+@pytest.mark.parametrize("kv_format", ["fp16", "int8"])
+def test_a_prefix_cache_changes_what_is_computed_not_what_comes_out(
+    checkpoint: Path, tmp_path: Path, kv_format: str
+) -> None:
+    options = {"kv_format": kv_format, "prefill_chunk": 16}
+    cold = generated(checkpoint, **options)
+    first, second = (generated(checkpoint, **options, prefix_cache=tmp_path / "prefixes") for _ in range(2))
+    assert cold["tokens"] == first["tokens"] == second["tokens"]
+    assert cold["accepted"] == first["accepted"] == second["accepted"]
+    assert (first["prefill_tokens"], second["prefill_tokens"]) == (cold["prompt_tokens"] - 1, 0)
+    assert cold["prefix"] is None
+    assert first["prefix"]["hits"] == 0 and first["prefix"]["files"]["bytes_written"] > 0
+    found = second["prefix"]
+    assert found["file_hits"] == 1 and found["reused_tokens"] == cold["prompt_tokens"] - 1
+    assert found["files"]["bytes_read"] == found["host"]["to_device"]["bytes"] > 0
+    assert found["host"]["to_device"]["bytes_per_second"] > 0
+    assert sum(found["pages"][state] for state in ("held", "idle", "free")) == found["pages"]["total"]
+
+
 def test_the_seed_repeats_a_sample(checkpoint: Path) -> None:
     options = {"temperature": 1.0, "sample_drafts": True}
     first, again, other = (generated(checkpoint, seed=seed, **options)["tokens"] for seed in (1, 1, 2))
@@ -82,6 +101,14 @@ def test_the_command_streams_and_ends_with_json(
         (["prompt.txt", "-n", "5000000"], "the model's positions end at"),
         (["prompt.txt", "--model", "nowhere"], "nowhere holds no tokenizer.json"),
         (["prompt.txt", "--set", "sed=1"], "unknown key 'sed'"),
+        (
+            ["prompt.txt", "--format", "e4m3", "--prefix-cache", "x"],
+            "scales that are the same for all",
+        ),
+        (["prompt.txt", "--prefix-cache", "x", "--set", "prefill_chunk=40"], "a multiple of 16 tokens"),
+        (["prompt.txt", "--prefix-cache", "x", "--set", "host_gib=0"], "a file tier needs a host tier"),
+        (["prompt.txt", "--prefix-cache", "prompt.txt"], "prompt.txt is a file, expected a folder"),
+        (["prompt.txt", "--prefix-cache", "."], "and no prefix cache: name an empty folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -41,6 +41,15 @@ def test_a_checkpoint_needs_weights_and_a_configuration(tmp_path: Path) -> None:
     assert checkpoint_state(tmp_path) == {"found": True, "bytes": 3}
 
 
+def test_kept_prefixes_are_counted_by_format() -> None:
+    """At the default interval, pages in e4m3 take about as much as the snapshot after them."""
+    state = collect_info()["prefix"]
+    pages = {name: size - state["snapshot"] for name, size in state["group"].items()}
+    assert pages["e4m3"] == state["interval"] // 16 * state["page"]["e4m3"]
+    assert 0.9 < pages["e4m3"] / state["snapshot"] < 1.1
+    assert "a snapshot has 119 MB" in dict(describe(collect_info()))["kept prefixes"]
+
+
 def test_configurations_that_nobody_measured_are_called_predicted() -> None:
     record = collect_info()
     record["attention"] |= {"file": "v100/x.json", "entries": 5, "predicted": 3}

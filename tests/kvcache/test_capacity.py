@@ -25,9 +25,11 @@ from page4.kvcache.capacity import (
     page_bytes,
     rank_geometry,
     requests_within,
+    snapshot_bytes,
     state_bytes,
     tokens_within,
 )
+from page4.kvcache.group_layout import GroupLayout
 from page4.kvcache.layer_formats import draft_format
 
 BASE = CacheGeometry(
@@ -102,6 +104,24 @@ def test_the_allocated_tensors_agree_to_the_byte(
     chosen = config(geometry, kv_format, draft, **sizes)
     cache = HybridCache(geometry, chosen, torch.float16, torch.device("cpu"))
     assert cache_bytes(geometry, chosen, torch.float16).total == allocated(cache)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "int8"])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_pages_and_snapshots_agree_with_what_is_kept_of_a_prefix(
+    name: str, kv_format: str, drafts: int
+) -> None:
+    geometry = GEOMETRIES[name]
+    chosen = config(geometry, kv_format, None, num_draft_tokens=drafts, max_requests=2, max_tokens=100)
+    cache = HybridCache(geometry, chosen, torch.float16, torch.device("cpu"))
+    pages = sum(stored[0].nbytes for stored in cache.paged_tensors())
+    assert page_bytes(geometry, chosen).total == pages
+    snapshot = sum(state.nbytes for state in cache.prefilled_state(0))
+    assert snapshot_bytes(geometry, chosen, torch.float16).total == snapshot
+    parts = len(cache.paged_tensors()) + len(cache.prefilled_state(0))
+    group = GroupLayout(cache, 4).nbytes
+    assert 4 * pages + snapshot <= group < 4 * pages + snapshot + 16 * parts, "but for alignment"
 
 
 @pytest.mark.parametrize("kv_format", ["e4m3,1:fp16", "fp16,3:int8", "int8,1:e4m3,3:fp32"])

@@ -326,9 +326,9 @@ def test_a_folder_of_another_format_or_chunk_is_refused(decoder: Build, tmp_path
     engine = decoder(3, **options)
     assert engine.prefix is not None
     engine.prefix.close()
-    with pytest.raises(InputError, match="belongs to another cache"):
+    with pytest.raises(InputError, match="belongs to another kv_format: 'fp32', this run has 'e4m3'"):
         decoder(3, **options, **formats("e4m3", None))
-    with pytest.raises(InputError, match="belongs to another cache"):
+    with pytest.raises(InputError, match="belongs to another num_draft_tokens: '3', this run has '2'"):
         decoder(2, **options)
     with pytest.raises(InputError, match="belongs to another prefill_chunk"):
         decoder(3, prefill_chunk=32, prefix=prefix(folder=tmp_path))
