@@ -250,6 +250,13 @@ def delta_state_kernel(
         tl.debug_barrier()  # the state is written
         m_row = (start + o_t < rows)[:, None]
         o_row = (first + start + o_t)[:, None]  # [BT, 1]
+        # Under way while the state is multiplied; squares would take too many registers meanwhile.
+        p_factors = p_decay + (o_row * HV + i_head) * 2
+        b_before = tl.load(p_factors, mask=m_row, other=0.0)
+        b_after = tl.load(p_factors + 1, mask=m_row, other=0.0)
+        last = first + tl.minimum(start + BT, rows) - 1
+        decay = tl.load(p_decay + (last * HV + i_head) * 2)
+        b_v = tl.load(p_v + o_row * stride_y, mask=m_row, other=0.0)  # [BT, BV]
         b_read = tl.zeros([BT, BV], tl.float32)
         b_o = tl.zeros([BT, BV], tl.float32)
         for i in range(0, DK, BK):
@@ -259,19 +266,13 @@ def delta_state_kernel(
             b_q = tl.load(p_q + i + o_row * stride_y, mask=m_row, other=0.0)
             b_o += _product(b_q, b_s)
 
-        p_factors = p_decay + (o_row * HV + i_head) * 2
-        b_before = tl.load(p_factors, mask=m_row, other=0.0)
-        b_after = tl.load(p_factors + 1, mask=m_row, other=0.0)
-        b_v = _silu(tl.load(p_v + o_row * stride_y, mask=m_row, other=0.0))  # [BT, BV]
         o_square = (o_row * HV + i_head) * BT + o_t[None, :]
         b_solve = tl.load(p_solve + o_square, mask=m_row, other=0.0)  # [BT, BT]
-        b_update = _product(b_solve, b_v - b_before * b_read)  # [BT, BV]
+        b_update = _product(b_solve, _silu(b_v) - b_before * b_read)  # [BT, BV]
         b_attend = tl.load(p_attend + o_square, mask=m_row, other=0.0)
         b_o = b_before * b_o + _product(b_attend, b_update)
         tl.store(p_o + o_row * stride_out, b_o, mask=m_row)
 
-        last = first + tl.minimum(start + BT, rows) - 1
-        decay = tl.load(p_decay + (last * HV + i_head) * 2)
         b_update = b_after * b_update
         for i in range(0, DK, BK):
             b_k = tl.load(p_k + i + o_row * stride_y, mask=m_row, other=0.0)
