@@ -70,7 +70,7 @@ class AttributionConfig:
     }
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {"lengths": (1024,), "num_prompts": 8, "rounds_per_prompt": 8, "batch_size": 4},
-        "cuda": {"lengths": (4096, 16384), "num_prompts": 40, "rounds_per_prompt": 16, "batch_size": 40},
+        "cuda": {"lengths": (4096, 16384), "num_prompts": 32, "rounds_per_prompt": 16, "batch_size": 32},
     }
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.acceptance.metrics import METRIC_COLUMNS, Metrics
 from page4.experiments.attribution.arms import HEADINGS, Condition
@@ -42,18 +44,24 @@ def write_report(
         "rounds_per_prompt": measured.rounds_per_prompt,
         "device": measured.device,
         "confidence": measured.confidence,
-        "costs_nothing": {c.arm.name: costs_nothing(metrics, c.arm.name, lengths) for c in compared},
+        "costs_nothing": {c.arm.name: costs_nothing(measured, metrics, c.arm.name) for c in compared},
         "metrics": records,
     }
     results.write_json("summary.json", summary)
-    results.write_csv("summary.csv", records, METRIC_COLUMNS)
+    results.write_csv("summary.csv", records, list(METRIC_COLUMNS))
     results.write_text("table.md", markdown(measured, conditions, metrics))
-    results.write_figure("effects.png", _figure(measured, conditions, metrics))
+    results.write_figure("effects.png", plot_effects(measured, conditions, metrics))
     return summary
 
 
-def _figure(measured: AcceptanceConfig, conditions: Sequence[Condition], metrics: Metrics) -> Any:
-    """Effects of all arms but the baseline, group by group."""
+def plot_effects(measured: AcceptanceConfig, conditions: Sequence[Condition], metrics: Metrics) -> Figure:
+    """What all arms but the baseline change of acceptance (points), group by group.
+
+    Args:
+        measured: How rounds were measured, see `planned`.
+        conditions: Its arms.
+        metrics: Of the finished study.
+    """
     lengths = measured.lengths or ()
     groups = []
     for group, heading in HEADINGS.items():

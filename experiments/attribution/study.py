@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from page4.experiments.acceptance.cells import Cell, plan_cells
+from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.acceptance.measure import ROUND_COLUMNS
 from page4.experiments.acceptance.prompts import Prompts
 from page4.experiments.acceptance.study import check_fits, load_encoder, study_digests
@@ -42,10 +43,7 @@ def run(config: AttributionConfig, out: Path, progress: Reporter | None = None) 
     """
     config = config.resolve()
     folder = config.model or CHECKPOINT
-    described = Qwen4ExpConfig.from_file(folder / "config.json")
-    conditions = config.conditions(described.qsa_layers)
-    measured = config.rounds(conditions)
-    check_fits(measured, described)
+    measured, conditions = planned(config)
     prompts = Prompts.choose(measured, load_encoder(folder))
     model = Qwen4ExpForCausalLM.from_pretrained(folder, device=config.device, backend="reference")
     with ResultFolder(out, config, study_digests(folder, prompts, None)) as results:
@@ -57,6 +55,19 @@ def run(config: AttributionConfig, out: Path, progress: Reporter | None = None) 
         summary = write_report(results, measured, conditions, store.rows)
         results.finish()
     return summary
+
+
+def planned(config: AttributionConfig) -> tuple[AcceptanceConfig, list[Condition]]:
+    """How a resolved configuration measures rounds, and the conditions that are their arms.
+
+    Raises:
+        InputError: There is no such checkpoint, or the rounds do not fit into it.
+    """
+    described = Qwen4ExpConfig.from_file((config.model or CHECKPOINT) / "config.json")
+    conditions = config.conditions(described.qsa_layers)
+    measured = config.rounds(conditions)
+    check_fits(measured, described)
+    return measured, conditions
 
 
 def _calibrated(

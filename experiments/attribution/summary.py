@@ -20,6 +20,10 @@ TREATED = ("noise", "choice")
 FREE_LOSS, FREE_BOUND = -1.0, -2.0
 """A format costs nothing if it keeps 99 % of FP16's acceptance, and the interval excludes a loss of 2 %."""
 
+LEAST_ROUNDS = 400
+"""Fewest rounds of a length that can tell. Of fewer, often none is changed by a format that changes one in a
+hundred, and an interval over nothing but zeros has no width."""
+
 
 def summarise(measured: AcceptanceConfig, conditions: Sequence[Condition], rows: Sequence[Row]) -> Metrics:
     """Acceptance of every arm and its difference to the baseline, by length and over all.
@@ -50,10 +54,11 @@ def summarise(measured: AcceptanceConfig, conditions: Sequence[Condition], rows:
     return Metrics(metrics)
 
 
-def costs_nothing(metrics: Metrics, arm: str, lengths: Sequence[int]) -> bool | None:
-    """Whether an arm's loss is within the bounds at every length; None without intervals."""
-    changes = [metrics.get("acceptance_change", arm, length) for length in lengths]
-    if any(np.isnan(change.low) for change in changes):
+def costs_nothing(measured: AcceptanceConfig, metrics: Metrics, arm: str) -> bool | None:
+    """Whether an arm's loss is within the bounds at every length; None if there is too little to tell."""
+    changes = [metrics.get("acceptance_change", arm, length) for length in measured.lengths or ()]
+    rounds = [change.clusters * measured.rounds_per_prompt for change in changes]
+    if min(rounds) < LEAST_ROUNDS or any(np.isnan(change.low) for change in changes):
         return None
     return all(change.value >= FREE_LOSS and change.low > FREE_BOUND for change in changes)
 

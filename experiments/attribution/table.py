@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.acceptance.metrics import ALL_LENGTHS, Metrics
 from page4.experiments.attribution.arms import HEADINGS, Condition
-from page4.experiments.attribution.summary import FREE_BOUND, FREE_LOSS, TREATED, costs_nothing
+from page4.experiments.attribution.summary import FREE_BOUND, FREE_LOSS, LEAST_ROUNDS, TREATED, costs_nothing
 from page4.experiments.markdown import percent, signed, table
 from page4.experiments.plots import format_tokens
 from page4.experiments.statistics import LEAST_CLUSTERS
@@ -49,12 +49,12 @@ def _group(measured: AcceptanceConfig, members: Sequence[Condition], metrics: Me
 def _verdicts(measured: AcceptanceConfig, conditions: Sequence[Condition], metrics: Metrics) -> str:
     lengths = _lengths(measured)
     header = ["arm", *(f"{_name(length)}, relative" for length in lengths), "costs nothing"]
-    words = {True: "yes", False: "no", None: "too few prompts"}
+    words = {True: "yes", False: "no", None: "too few rounds"}
     rows = []
     for condition in [conditions[2], *(c for c in conditions if c.group == "formats")]:
         arm = condition.arm.name
         changes = [signed(metrics.get("acceptance_change", arm, length), " %") for length in lengths]
-        rows.append([arm, *changes, words[costs_nothing(metrics, arm, measured.lengths or ())]])
+        rows.append([arm, *changes, words[costs_nothing(measured, metrics, arm)]])
     return table(header, rows)
 
 
@@ -66,7 +66,8 @@ def _notes(measured: AcceptanceConfig) -> str:
         f"{prompts} prompts, on {measured.device}, reference layers. Differences are to {base} on the same "
         f"prompts. In brackets: {coverage:g} % bootstrap intervals over prompts, if there are at least "
         f"{LEAST_CLUSTERS}. A format costs nothing if at every length its acceptance is within "
-        f"{-FREE_LOSS:g} % of {base}'s and the interval excludes {FREE_BOUND:g} %."
+        f"{-FREE_LOSS:g} % of {base}'s and the interval excludes {FREE_BOUND:g} %; fewer than "
+        f"{LEAST_ROUNDS} rounds per length cannot tell."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,14 +16,17 @@ from torch import Tensor
 
 from page4.experiments.acceptance.cells import plan_cells
 from page4.experiments.acceptance.config import Arm
+from page4.experiments.acceptance.metrics import Metric, Metrics
 from page4.experiments.acceptance.prompts import Prompts
 from page4.experiments.acceptance.study import load_encoder
 from page4.experiments.attribution import AttributionConfig, measure, run
 from page4.experiments.attribution.arms import GROUPS, Condition
 from page4.experiments.attribution.calibration import Calibration
 from page4.experiments.attribution.measure import Measurer
+from page4.experiments.attribution.summary import costs_nothing
 from page4.experiments.attribution.treatments import FrozenChoice
 from page4.experiments.cli import run as command
+from page4.experiments.statistics import Estimate
 from page4.kernels.codecs import decode_kv
 from page4.kernels.errors import InputError
 from page4.kvcache.intervention import hadamard
@@ -304,3 +308,30 @@ def test_the_command_ends_with_a_line_for_bad_input(
     captured = capsys.readouterr()
     assert captured.err.startswith("page4: a length of 99999 tokens") and captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def change(low: float, value: float, clusters: int = 40, length: int = 64) -> Metric:
+    estimate = Estimate(value, low, value + 1, clusters)
+    return Metric("acceptance_change", "arm", length, "all", None, "percent", estimate)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ([(-1.9, -0.9), (-0.5, 0.2)], True),
+        ([(-1.9, -1.1), (-0.5, 0.2)], False),
+        ([(-0.5, 0.2), (-2.0, -0.9)], False),
+        ([(math.nan, 0.0), (-0.5, 0.2)], None),
+    ],
+)
+def test_a_format_costs_nothing_if_no_length_loses(
+    found: list[tuple[float, float]], verdict: bool | None
+) -> None:
+    config = AttributionConfig(device="cpu", lengths=(64, 96), rounds_per_prompt=10)
+    measured = config.rounds(config.conditions(()))
+    metrics = [
+        change(low, value, length=length) for length, (low, value) in zip((64, 96), found, strict=True)
+    ]
+    assert costs_nothing(measured, Metrics(metrics), "arm") is verdict
+    few = [change(low, value, 39, length) for length, (low, value) in zip((64, 96), found, strict=True)]
+    assert costs_nothing(measured, Metrics(few), "arm") is None
