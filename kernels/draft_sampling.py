@@ -10,7 +10,7 @@ from torch import Tensor
 from page4.kernels.errors import InputError
 from page4.kernels.philox import Purpose, random_words
 from page4.kernels.sampling_params import SamplingParams
-from page4.kernels.token_weights import pick_in_tiles, row_totals, tile_weights
+from page4.kernels.token_weights import pick_in_tiles, row_totals
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,9 @@ def sample_drafts_reference(
     live = positions >= 0
     tokens = torch.full_like(positions, -1)
     rows, scale = logits[live], params.draft_scale[live]
-    own = tile_weights(rows, scale)
     totals = row_totals(rows, scale)
-    sampled = pick_in_tiles(
-        totals.tiles, own, random_words(params.seed[live], positions[live], Purpose.DRAFT)
-    )
+    words = random_words(params.seed[live], positions[live], Purpose.DRAFT)
+    sampled = pick_in_tiles(totals.tiles, totals.own_weights(rows.shape[1]), words)
     found = torch.where(scale > 0, sampled, rows.float().argmax(1))
     tokens[live] = torch.where(totals.total > 0, found, -1)
     if store is not None:

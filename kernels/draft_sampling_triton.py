@@ -16,19 +16,21 @@ from page4.kernels.draft_sampling import DraftDistributions, check_draft_inputs
 from page4.kernels.errors import InputError
 from page4.kernels.philox import Purpose
 from page4.kernels.sampling_params import SamplingParams
-from page4.kernels.token_weights import TILE
+from page4.kernels.token_weights import ONE_IN_TILE, TILE
 from page4.kernels.token_weights_triton import (
     check_on,
     draw_below,
+    fixed_point,
     launch_tile_sums,
     load_logits,
     next_tiles,
     random_words,
+    relative_power,
     row_maximum,
     tiles_in_row,
-    token_weights,
 )
 
+_ONE_IN_TILE = tl.constexpr(ONE_IN_TILE)
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
 
 
@@ -67,7 +69,7 @@ def choose_draft_kernel(
             tile_max = tl.load(p_tile_max + i_request * tiles + i_tile)
             o_token = i_tile * TILE + tl.arange(0, TILE)
             b_logit = load_logits(p_logits + i_request * stride_request, None, o_token, vocabulary)
-            b_weight = token_weights(b_logit, tile_max, scale)
+            b_weight = fixed_point(relative_power(b_logit, tile_max, scale), _ONE_IN_TILE)
             b_passed = tl.cumsum(b_weight, axis=0) <= draw_below(x2, x3, tl.sum(b_weight, axis=0))
             token = (i_tile * TILE + tl.sum(b_passed.to(tl.int32), axis=0)).to(tl.int64)
     tl.store(p_tokens + i_request, token)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from page4.kernels.token_weights_triton import load_logits, token_weights
+from page4.kernels.token_weights_triton import load_logits, relative_exponent, token_weights
 
 _NO_KEY = tl.constexpr(-(2**31))
 
@@ -35,7 +35,7 @@ def _logit(key):
 @triton.jit
 def _eligible_keys(b_logit, maximum, scale, least_exponent):
     """Keys of logits that have at least a relative exponent; INT_MIN for the others."""
-    m_eligible = (b_logit > -float("inf")) & ((b_logit - maximum) * scale >= least_exponent)
+    m_eligible = (b_logit > -float("inf")) & (relative_exponent(b_logit, maximum, scale) >= least_exponent)
     return tl.where(m_eligible, _key(b_logit), _NO_KEY)
 
 
@@ -163,7 +163,8 @@ def _kth_tile(b_tile_max, k):
 def filter_bounds(b_tile_max, total, vocabulary, top_k, top_p, log2_min_p):
     """The least relative exponent and the least key of tokens that filters may keep or that bound others.
 
-    A top-k of 0 and a top-p of 1 are off, and so is a log2 of min-p of -inf. ``total`` is the row's sum.
+    A top-k of 0 and a top-p of 1 are off, and so is a log2 of min-p of -inf; otherwise the exponent of the
+    maximum has been added to it. ``total`` is the row's sum.
     """
     least_exponent = log2_min_p
     least_key = tl.full([], _NO_KEY, tl.int32)

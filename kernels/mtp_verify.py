@@ -11,14 +11,14 @@ from page4.kernels.philox import Purpose, random_words, uniform
 from page4.kernels.sampling_params import SamplingParams
 from page4.kernels.token_weights import (
     ONE,
+    ONE_IN_TILE,
+    RowTotals,
     inverse_total,
     pick_in_tiles,
     power_of_two,
     relative_exponents,
     row_totals,
     tile_sums,
-    tile_weights,
-    weights,
 )
 
 MAX_DRAFTS = 7  # a decode step has at most 8 rows per request
@@ -104,8 +104,12 @@ def allowed_tokens(allowed: Tensor, vocabulary: int) -> Tensor:
     return bits.flatten(-2)[..., :vocabulary].bool()
 
 
-def kept_tokens(logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, log2_min_p: Tensor) -> Tensor:
+def kept_tokens(
+    logits: Tensor, totals: RowTotals, scale: Tensor, top_k: Tensor, top_p: Tensor, log2_min_p: Tensor
+) -> Tensor:
     """Which tokens the filters keep of logits ``[N, V]`` (excluded tokens: -inf), as bool ``[N, V]``.
+
+    ``totals`` are the logits' own (:func:`~page4.kernels.token_weights.row_totals`).
 
     Tokens in the order of their logits, descending, ties to the lower token:
 
@@ -116,16 +120,18 @@ def kept_tokens(logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, log
 
     Parameters are ``[N]``; :class:`~page4.kernels.sampling_params.SamplingParams` says what they mean.
     """
-    totals = row_totals(logits, scale)
     # Adding 0 makes -0.0 equal to +0.0, which a sort might not.
     order = (logits.float() + 0.0).sort(dim=1, descending=True, stable=True).indices
     ordered = logits.float().gather(1, order)
-    exponent = (ordered - totals.maximum[:, None]) * scale[:, None]
-    left = (ordered > -torch.inf) & (exponent >= log2_min_p[:, None])
+    maximum = totals.maximum[:, None]
+    greatest = relative_exponents(maximum, maximum, scale[:, None])
+    exponent = relative_exponents(ordered, maximum, scale[:, None])
+    left = (ordered > -torch.inf) & (exponent >= greatest + log2_min_p[:, None])
     rank = torch.arange(logits.shape[1], device=logits.device)
     top_k = torch.where(top_k < logits.shape[1], top_k, 0)
     left &= (top_k[:, None] == 0) | (rank < top_k[:, None])
-    weight = torch.where(left, weights(ordered, totals.maximum[:, None], scale[:, None]), 0)
+    # A row without a distribution keeps nothing that counts.
+    weight = torch.where(left & maximum.isfinite(), (power_of_two(exponent) * ONE).long(), 0)
     ends = weight.cumsum(1)
     # Only without other filters is a row's sum known before its tokens are looked at again.
     whole = (top_k == 0) & (log2_min_p == -torch.inf)
@@ -205,16 +211,14 @@ def _verify_live(
     draft = torch.nn.functional.pad(drafts[live], (0, 1), value=-1).flatten()  # row K has none
     draft = torch.where((draft >= 0) & (draft < vocabulary), draft, -1)
 
-    own = tile_weights(flat, scale)
-    totals = row_totals(flat, scale, own)
+    totals = row_totals(flat, scale)
     best = flat.argmax(1)
     # Without filters the tiles' sums serve; with them, and for p - q, weights are relative to the row.
     filtered = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (log2_min_p > -torch.inf)
-    kept = kept_tokens(flat, scale, top_k, top_p, log2_min_p) | ~filtered[:, None]
-    row_weight = weights(flat, totals.maximum[:, None], scale[:, None]) * kept
-    total = torch.where(filtered & (totals.total > 0), row_weight.sum(1), totals.total)
-    power = power_of_two(relative_exponents(flat, totals.maximum[:, None], scale[:, None]))
-    p = torch.where(kept & (flat > -torch.inf), power * inverse_total(total)[:, None], 0.0)
+    kept = kept_tokens(flat, totals, scale, top_k, top_p, log2_min_p) | ~filtered[:, None]
+    power = power_of_two(relative_exponents(flat, totals.maximum[:, None], scale[:, None])) * kept
+    total = torch.where(filtered & (totals.total > 0), (power * ONE).long().sum(1), totals.total)
+    p = torch.where(flat > -torch.inf, power * inverse_total(total)[:, None], 0.0)
 
     q = torch.zeros_like(p)
     if distributions is not None and num_drafts:
@@ -250,11 +254,11 @@ def _verify_live(
     residual = is_sampled & drafted
     excluded = torch.where(drafted & ~is_sampled, draft, -1)[:, None]
     included = torch.arange(vocabulary, device=logits.device) != excluded
-    difference = ((p - q).clamp_min(0) * ONE).long()
-    by_row = torch.where(residual[:, None], difference, row_weight * included)
+    by_row = torch.where(residual[:, None], (p - q).clamp_min(0), power * included)
     in_row = (residual | filtered)[:, None]
-    tiles = torch.where(in_row, tile_sums(by_row), row_totals(flat, scale, own * included).tiles)
-    token = pick_in_tiles(tiles, torch.where(in_row, by_row, own * included), words)
+    tiles = torch.where(in_row, tile_sums((by_row * ONE).long()), totals.tiles_without(excluded[:, 0]))
+    own = torch.where(in_row, (by_row * ONE_IN_TILE).long(), totals.own_weights(vocabulary) * included)
+    token = pick_in_tiles(tiles, own, words)
     # A rejection that leaves nothing to recover is one of rounding.
     token = torch.where(is_greedy | (tiles.sum(1) == 0), best, token)
     token = torch.where(totals.total > 0, token, -1).view(requests, rows)

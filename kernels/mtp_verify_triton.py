@@ -25,7 +25,7 @@ from page4.kernels.filter_search_triton import filter_bounds, list_tokens, searc
 from page4.kernels.mtp_verify import check_verify_inputs
 from page4.kernels.philox import Purpose
 from page4.kernels.sampling_params import SamplingParams
-from page4.kernels.token_weights import TILE
+from page4.kernels.token_weights import ONE, ONE_IN_TILE, TILE
 from page4.kernels.token_weights_triton import (
     check_on,
     draw_below,
@@ -35,10 +35,11 @@ from page4.kernels.token_weights_triton import (
     load_logits,
     next_tiles,
     random_words,
+    relative_exponent,
     relative_power,
     row_maximum,
+    tile_sum,
     tiles_in_row,
-    token_weights,
 )
 
 LISTED_TOKENS = 16384  # tokens of a row that a filter's search may list
@@ -48,6 +49,7 @@ _ROW_PROGRAMS, _ALL_ROW_PROGRAMS = 32, 512  # that list a row's tokens, at most;
 _ROW_WARPS = 4
 _DECIDE_TILES, _DECIDE_WARPS, _DECIDE_PROGRAMS = 2, 8, 512  # programs of all requests, about
 MAX_REGISTERS = 128  # a thread; left alone, the assembler aims lower and spills a few
+_ONE, _ONE_IN_TILE = tl.constexpr(ONE), tl.constexpr(ONE_IN_TILE)
 _ACCEPT, _RECOVER, _BONUS = (tl.constexpr(int(p)) for p in (Purpose.ACCEPT, Purpose.RECOVER, Purpose.BONUS))
 
 
@@ -93,6 +95,7 @@ def gather_rows_kernel(
         last = tl.full([], 0, tl.int32) + vocabulary
         finishes = i_part == 0
         if valid & filtered:
+            log2_min_p += relative_exponent(maximum, maximum, scale)  # hardly below 0
             p_row = p_logits + i_request * stride_request + i_member * stride_row
             p_bits = p_allowed
             if p_allowed is not None:
@@ -133,20 +136,28 @@ def _kept(b_logit, o_token, threshold, last):
 @triton.jit
 def _final_weights(
     p_row, p_bits, p_draft_row, o_token, vocabulary, maximum, scale, total, threshold, last, excluded,
-    residual, draft_max, draft_scale, draft_total,
+    residual, draft_max, draft_scale, draft_total, ONE: tl.constexpr,
 ):  # fmt: skip
     """int64 weights for the last draw of a request: of p, without one token, or of max(p - q, 0)."""
     b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
     m_kept = _kept(b_logit, o_token, threshold, last)
     b_power = tl.where(m_kept, relative_power(b_logit, maximum, scale), 0.0)
-    b_weight = fixed_point(tl.where(o_token == excluded, 0.0, b_power))
+    b_weight = fixed_point(tl.where(o_token == excluded, 0.0, b_power), ONE)
     if p_draft_row is not None:  # noqa: SIM102 -- known to the compiler, unlike the next one
         if residual:
             b_draft = load_logits(p_draft_row, None, o_token, vocabulary)
             b_q = tl.where(b_draft > -float("inf"), relative_power(b_draft, draft_max, draft_scale), 0.0)
             b_q = b_q * inverse_total(draft_total)
-            b_weight = fixed_point(tl.maximum(b_power * inverse_total(total) - b_q, 0.0))
+            b_weight = fixed_point(tl.maximum(b_power * inverse_total(total) - b_q, 0.0), ONE)
     return b_weight
+
+
+@triton.jit
+def _sum_without(p_row, p_bits, vocabulary, excluded, i_tile, tile_max, scale, TILE: tl.constexpr):
+    """The sum of a tile, as the first launch made it, without one token."""
+    o_token = i_tile * TILE + tl.arange(0, TILE)
+    b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
+    return tile_sum(tl.where(o_token == excluded, -float("inf"), b_logit), tile_max, scale)
 
 
 @triton.jit
@@ -253,7 +264,7 @@ def decide_kernel(
                     b_limit = tl.where(b_part_max >= threshold, vocabulary, 0)
                     b_weight = _final_weights(
                         p_row, p_bits, p_draft_row, o_token, b_limit[:, None], maximum, scale, total,
-                        threshold, last, excluded, residual, draft_max, draft_scale, draft_total,
+                        threshold, last, excluded, residual, draft_max, draft_scale, draft_total, _ONE,
                     )  # fmt: skip
                     b_sum = tl.sum(b_weight, axis=1)
                 tl.store(p_own_tiles + o_part, b_sum, mask=o_part < tiles)
@@ -273,13 +284,10 @@ def decide_kernel(
             else:
                 b_own = tl.load(p_tile_sum + o_row_tile, mask=m_tile, other=0)
                 if excluded >= 0:
-                    tile_max = tl.load(p_tile_max + i_row * tiles + excluded // TILE)
-                    logit = tl.load(p_row + excluded).to(tl.float32)
-                    own = token_weights(logit, tile_max, scale)
-                    if p_bits is not None:
-                        word = tl.load(p_bits + excluded // 32)
-                        own = tl.where(((word >> (excluded % 32).to(tl.int32)) & 1) != 0, own, 0)
-                    b_own = tl.where(o_tile == excluded // TILE, b_own - own, b_own)
+                    i_tile = excluded // TILE
+                    tile_max = tl.load(p_tile_max + i_row * tiles + i_tile)
+                    own = _sum_without(p_row, p_bits, vocabulary, excluded, i_tile, tile_max, scale, TILE)
+                    b_own = tl.where(o_tile == i_tile, own, b_own)
                 b_tiles = tiles_in_row(b_own, b_tile_max, maximum, scale)
             all_tiles = tl.sum(b_tiles, axis=0)
             purpose = tl.where(accepted < ROWS - 1, _RECOVER, _BONUS)
@@ -295,7 +303,7 @@ def decide_kernel(
             relative_to = tl.where(in_row, maximum, tl.load(p_tile_max + i_row * tiles + i_tile))
             b_drawn = _final_weights(
                 p_row, p_bits, p_draft_row, o_drawn, vocabulary, relative_to, scale, total, threshold, last,
-                excluded, residual, draft_max, draft_scale, draft_total,
+                excluded, residual, draft_max, draft_scale, draft_total, _ONE_IN_TILE,
             )  # fmt: skip
             b_before = tl.cumsum(b_drawn, axis=0) <= draw_below(x2, x3, tl.sum(b_drawn, axis=0))
             drawn = i_tile * TILE + tl.sum(b_before.to(tl.int32), axis=0)

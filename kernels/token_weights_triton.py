@@ -15,11 +15,11 @@ from torch import Tensor
 
 from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
-from page4.kernels.token_weights import EXP2_COEFFICIENTS, TILE
+from page4.kernels.token_weights import EXP2_COEFFICIENTS, ONE, TILE
 
-_WARPS = 4  # a tile in each: no reduction leaves a warp
-_PROGRAMS = 2048  # about twice what an H200 holds at once, so that rows that cost more spread evenly
+_PROGRAMS = 8192  # about twice what an H200 holds at once, so that rows that cost more spread evenly
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_ONE = tl.constexpr(ONE)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
 
 
@@ -44,7 +44,7 @@ def _fused_multiply_add(b_x, b_y, z):
         error = (product - (total - part)) + (z - part)
         bits = total.to(tl.int64, bitcast=True)
         odd = bits + tl.where((error > 0) == (total > 0), 1, -1)
-        odd = tl.where((error != 0) & ((bits & 1) == 0), odd, bits)
+        odd = tl.where(((error > 0) | (error < 0)) & ((bits & 1) == 0), odd, bits)  # not where it is NaN
         result = odd.to(tl.float64, bitcast=True).to(tl.float32)
     else:
         result = tl.fma(b_x, b_y, z)
@@ -52,15 +52,42 @@ def _fused_multiply_add(b_x, b_y, z):
 
 
 @triton.jit
-def _power_of_two(b_logit, maximum, scale, ONE: tl.constexpr):
-    """FP32 ``ONE * 2^((logit - maximum) * scale)``, ``ONE`` a power of two, the exponent at least -64.
+def _fused_and_saturated(b_x, y, z):
+    """FP32 ``x * y + z``, rounded once, not below 0 nor above 1; 0 for NaN."""
+    if _INTERPRETED:
+        total = _fused_multiply_add(b_x, y, z)
+        result = tl.minimum(tl.maximum(tl.where(total == total, total, 0.0), 0.0), 1.0)
+    else:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [b_x, y, z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
 
-    With ``ONE`` in the coefficients every rounding stays what it is. Where ``maximum`` is not finite, the
-    result means nothing.
-    """
-    b_exponent = tl.maximum((b_logit - maximum) * scale, -64.0)
-    b_shifted = b_exponent + 12582912.0
-    b_f = b_exponent - (b_shifted - 12582912.0)
+
+@triton.jit
+def exponent_base(maximum, scale):
+    """FP32 just above ``maximum * scale``, which exponents are relative to; 0 for a maximum of -inf."""
+    product = maximum * scale
+    return tl.where(maximum > -float("inf"), product + tl.abs(product) * 2.0**-23, 0.0)
+
+
+@triton.jit
+def _missing(b_logit, base, scale):
+    """A 64th of how far exponents lie below the base, from 0 to 1: so that bounds cost nothing."""
+    return _fused_and_saturated(b_logit, scale * (-1 / 64), base * (1 / 64))
+
+
+@triton.jit
+def relative_exponent(b_logit, maximum, scale):
+    """FP32 ``logit * scale - base`` from -64 to 0, of the base of a maximum."""
+    return _missing(b_logit, exponent_base(maximum, scale), scale) * -64.0
+
+
+@triton.jit
+def _power_of_two(b_missing, ONE: tl.constexpr):
+    """FP32 ``ONE * 2^(-64 * missing)``. ``ONE`` is a power of two: in the coefficients it changes no bit."""
+    b_shifted = tl.fma(b_missing, -64.0, 12582912.0)  # a product by a power of two is not rounded
+    b_f = tl.fma(b_missing, -64.0, 12582912.0 - b_shifted)
     b_power = _fused_multiply_add(tl.full(b_f.shape, _C5 * ONE, tl.float32), b_f, _C4 * ONE)
     b_power = _fused_multiply_add(b_power, b_f, _C3 * ONE)
     b_power = _fused_multiply_add(b_power, b_f, _C2 * ONE)
@@ -73,20 +100,20 @@ def _power_of_two(b_logit, maximum, scale, ONE: tl.constexpr):
 
 @triton.jit
 def relative_power(b_logit, maximum, scale):
-    """FP32 ``2^((logit - maximum) * scale)``, at least 2^-64."""
-    return _power_of_two(b_logit, maximum, scale, 1.0)
+    """FP32 ``2^relative_exponent``."""
+    return _power_of_two(_missing(b_logit, exponent_base(maximum, scale), scale), 1.0)
 
 
 @triton.jit
 def token_weights(b_logit, maximum, scale):
     """int64 weights: ``floor(2^40 * relative_power)``."""
-    return _power_of_two(b_logit, maximum, scale, 1099511627776.0).to(tl.int64)
+    return _power_of_two(_missing(b_logit, exponent_base(maximum, scale), scale), _ONE).to(tl.int64)
 
 
 @triton.jit
-def fixed_point(b_power):
-    """int64 ``floor(2^40 * power)``."""
-    return (b_power * 1099511627776.0).to(tl.int64)
+def fixed_point(b_power, ONE: tl.constexpr):
+    """int64 ``floor(ONE * power)``."""
+    return (b_power * ONE).to(tl.int64)
 
 
 @triton.jit
@@ -121,7 +148,8 @@ def row_maximum(b_tile_max):
 @triton.jit
 def tiles_in_row(b_own, b_tile_max, maximum, scale):
     """int64 sums of tiles relative to the row's maximum, from those relative to the tiles' own."""
-    b_factor = relative_power(b_tile_max, maximum, scale)
+    b_exponent = exponent_base(b_tile_max, scale) - exponent_base(maximum, scale)
+    b_factor = _power_of_two(tl.minimum(tl.maximum(b_exponent * (-1 / 64), 0.0), 1.0), 1.0)
     b_tiles = (b_own.to(tl.float64) * b_factor.to(tl.float64)).to(tl.int64)
     return tl.where(b_tile_max > -float("inf"), b_tiles, 0)
 
@@ -133,14 +161,47 @@ def _larger(b_x, b_y):
 
 
 @triton.jit
-def _first_equal(b_logit, b_max, o_token):
-    """Tokens whose logits are their tile's maximum; INT_MAX for the others."""
-    return tl.where(b_logit == b_max[:, None], o_token, 2**31 - 1)
+def _pieces(b_x):
+    """The four quarters of ``[4 * N]``, which a thread holds parts of each of: nothing moves."""
+    b_x = tl.trans(tl.reshape(b_x, [4, b_x.shape[0] // 4]))
+    b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0], 2, 2]))
+    b_0, b_2 = tl.split(b_even)
+    b_1, b_3 = tl.split(b_odd)
+    return b_0, b_1, b_2, b_3
 
 
 @triton.jit
-def _copy_logits(p_copy, b_logit, o_token, vocabulary):
-    tl.store(p_copy + o_token, b_logit.to(p_copy.dtype.element_ty), mask=o_token < vocabulary)
+def _halves(b_x):
+    """The even and the odd elements."""
+    return tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
+
+
+@triton.jit
+def _maximum(b_logit):
+    """The maximum of a tile, or NaN; what a thread holds of 16-bit logits is compared there."""
+    b_0, b_1, b_2, b_3 = _pieces(b_logit)
+    b_max = _larger(_larger(b_0, b_1), _larger(b_2, b_3))
+    for _ in tl.static_range(3):
+        b_even, b_odd = _halves(b_max)
+        b_max = _larger(b_even, b_odd)
+    # As integers, which a warp compares in one instruction.
+    bits = b_max.to(tl.int32, bitcast=True)
+    key = tl.max(tl.where(b_max == b_max, bits ^ ((bits >> 31) & 0x7FFFFFFF), 2**31 - 1), axis=0)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tile_sum(b_logit, maximum, scale):
+    """int64 weight of a tile's logits ``[TILE]``, relative to a maximum."""
+    b_power = _power_of_two(_missing(b_logit, exponent_base(maximum, scale), scale), _ONE)
+    b_0, b_1, b_2, b_3 = _pieces(b_power)
+    b_even, b_odd = _halves((b_0 + b_1) + (b_2 + b_3))
+    b_even, b_odd = _halves(b_even + b_odd)
+    b_weight = (b_even + b_odd).to(tl.int64)
+    # In two parts of 32 bits, which a warp sums in one instruction each.
+    low = tl.sum((b_weight & 0xFFFFFF).to(tl.int32), axis=0)
+    high = tl.sum((b_weight >> 24).to(tl.int32), axis=0)
+    return (high.to(tl.int64) << 24) + low
 
 
 @triton.jit(do_not_specialize=["turns"])
@@ -148,10 +209,9 @@ def tile_sums_kernel(
     p_logits, stride_request, stride_row, p_positions, p_scale,
     p_allowed, stride_bits_request, stride_bits_row, p_store, stride_store, p_tile_max, p_tile_sum,
     vocabulary, tiles, turns,
-    ROWS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Maxima (NaN if there is one) and sums of tiles; one program takes ``turns`` times ``WARPS`` of one row.
+    """Maxima (NaN if there is one) and sums of tiles; one program takes ``turns`` of one row.
 
     For a greedy request the sum is the first index of the maximum instead. The logits of a request that is
     not greedy are copied to ``p_store``, if it is given.
@@ -166,38 +226,19 @@ def tile_sums_kernel(
     p_bits = p_allowed
     if p_allowed is not None:
         p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
-    first = i_part * turns * WARPS
-    for first_tile in range(first, tl.minimum(first + turns * WARPS, tiles), WARPS):
-        o_tile = first_tile + tl.arange(0, WARPS)
-        # Four pieces of each tile, [WARPS, LANES]: a thread compares and adds them without its neighbours.
-        o_0 = o_tile[:, None] * TILE + tl.arange(0, LANES)[None, :]
-        o_1, o_2, o_3 = o_0 + LANES, o_0 + 2 * LANES, o_0 + 3 * LANES
-        b_0 = load_logits(p_row, p_bits, o_0, vocabulary)
-        b_1 = load_logits(p_row, p_bits, o_1, vocabulary)
-        b_2 = load_logits(p_row, p_bits, o_2, vocabulary)
-        b_3 = load_logits(p_row, p_bits, o_3, vocabulary)
-        b_largest = _larger(_larger(b_0, b_1), _larger(b_2, b_3))
-        b_max = tl.max(b_largest, axis=1)  # [WARPS], without NaN
-        b_nan = tl.max((b_largest != b_largest).to(tl.int32), axis=1) != 0
+    for i_tile in range(i_part * turns, tl.minimum((i_part + 1) * turns, tiles)):
+        o_token = i_tile * TILE + tl.arange(0, TILE)
+        b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
+        maximum = _maximum(b_logit)
         if scale == 0.0:
-            b_low = tl.minimum(_first_equal(b_0, b_max, o_0), _first_equal(b_1, b_max, o_1))
-            b_high = tl.minimum(_first_equal(b_2, b_max, o_2), _first_equal(b_3, b_max, o_3))
-            b_sum = tl.min(tl.minimum(b_low, b_high), axis=1).to(tl.int64)
+            total = tl.min(tl.where(b_logit == maximum, o_token, 2**31 - 1), axis=0).to(tl.int64)
         else:
-            b_weight = token_weights(b_0, b_max[:, None], scale)
-            b_weight += token_weights(b_1, b_max[:, None], scale)
-            b_weight += token_weights(b_2, b_max[:, None], scale)
-            b_weight += token_weights(b_3, b_max[:, None], scale)
-            b_sum = tl.sum(b_weight, axis=1)
+            total = tile_sum(b_logit, maximum, scale)
             if p_store is not None:
-                p_copy = p_store + i_request * stride_store
-                _copy_logits(p_copy, b_0, o_0, vocabulary)
-                _copy_logits(p_copy, b_1, o_1, vocabulary)
-                _copy_logits(p_copy, b_2, o_2, vocabulary)
-                _copy_logits(p_copy, b_3, o_3, vocabulary)
-        o_out = i_row * tiles + o_tile
-        tl.store(p_tile_max + o_out, tl.where(b_nan, float("nan"), b_max), mask=o_tile < tiles)
-        tl.store(p_tile_sum + o_out, b_sum, mask=o_tile < tiles)
+                p_copy = p_store + i_request * stride_store + o_token
+                tl.store(p_copy, b_logit.to(p_copy.dtype.element_ty), mask=o_token < vocabulary)
+        tl.store(p_tile_max + i_row * tiles + i_tile, maximum)
+        tl.store(p_tile_sum + i_row * tiles + i_tile, total)
 
 
 def launch_tile_sums(
@@ -212,17 +253,16 @@ def launch_tile_sums(
     """Sums of the tiles of logits ``[R, rows, V]`` into ``[R * rows, T]``; inputs are checked already."""
     requests, rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
-    all_turns = triton.cdiv(tiles, _WARPS)  # of a row
-    turns = triton.cdiv(all_turns, triton.cdiv(_PROGRAMS, requests * rows))
+    turns = triton.cdiv(tiles, triton.cdiv(_PROGRAMS, requests * rows))
     dependent = launches_dependents(logits.device)
-    tile_sums_kernel[(requests * rows, triton.cdiv(all_turns, turns))](
+    tile_sums_kernel[(requests * rows, triton.cdiv(tiles, turns))](
         logits, logits.stride(0), logits.stride(1), positions, scale,
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
         store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles, turns,
-        ROWS=rows, TILE=TILE, LANES=TILE // 4, WARPS=_WARPS, DEPENDENT=dependent,
-        # Six programs fit a multiprocessor so; what else there is would spill.
+        ROWS=rows, TILE=TILE, DEPENDENT=dependent,
+        # 24 programs fit a multiprocessor so; what else there is would spill.
         maxnreg=80 if dependent and allowed is None and logits.element_size() == 2 else None,
-        num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
+        num_warps=1, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from page4.kernels.draft_sampling import DraftDistributions, sample_drafts_reference
 from page4.kernels.errors import InputError
 from page4.kernels.sampling_params import SamplingParams
-from page4.kernels.token_weights import weights
+from page4.kernels.token_weights import row_totals
 
 from .sampling_cases import follows, probabilities
 
@@ -58,8 +58,8 @@ def test_what_is_stored_is_what_was_sampled_from() -> None:
     assert tokens[1] == logits[1].argmax() and tokens[2] == -1
     assert torch.equal(store.logits[0, 1], logits[0])
     assert store.scale[0, 1] == params.draft_scale[0] and store.scale[1, 1] == 0
-    weight = weights(logits[:1], store.maximum[:1, 1, None], store.scale[:1, 1, None])
-    assert store.total[0, 1] == weight.sum()
+    assert store.maximum[0, 1] == logits[0].max()
+    assert store.total[0, 1] == row_totals(logits[:1], store.scale[:1, 1]).total
     # Nothing of other drafts, of greedy ones or of padded requests.
     assert not store.logits[:, 0].any() and not store.logits[1:].any()
 

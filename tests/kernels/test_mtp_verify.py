@@ -246,7 +246,9 @@ def test_tokens_that_are_not_allowed_never_appear(draft_temperature: float) -> N
 
 def kept(logits: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
     params = SamplingParams.of([1.0], top_k=[top_k], top_p=[top_p], min_p=[min_p])
-    found = kept_tokens(torch.tensor([logits]), params.scale, params.top_k, params.top_p, params.log2_min_p)
+    row = torch.tensor([logits])
+    totals = row_totals(row, params.scale)
+    found = kept_tokens(row, totals, params.scale, params.top_k, params.top_p, params.log2_min_p)
     return found[0].nonzero()[:, 0].tolist()
 
 
