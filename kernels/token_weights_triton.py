@@ -17,7 +17,7 @@ from page4.kernels.dependent_launch import launches_dependents, start_dependent
 from page4.kernels.errors import InputError
 from page4.kernels.token_weights import EXP2_COEFFICIENTS, ONE, TILE
 
-_PROGRAMS = 8192  # about twice what an H200 holds at once, so that rows that cost more spread evenly
+_PROGRAMS = 8192  # of a warp; about twice what an H200 holds at once, so that costly rows spread evenly
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _ONE = tl.constexpr(ONE)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2_COEFFICIENTS)
@@ -260,8 +260,6 @@ def launch_tile_sums(
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
         store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles, turns,
         ROWS=rows, TILE=TILE, DEPENDENT=dependent,
-        # 24 programs fit a multiprocessor so; what else there is would spill.
-        maxnreg=80 if dependent and allowed is None and logits.element_size() == 2 else None,
         num_warps=1, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 
