@@ -40,7 +40,7 @@ test-gpu: $(VENV)/.installed-test
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "make test-gpu needs a GPU that PyTorch can use; make test runs the kernels on the CPU" >&2; exit 2; }
 	@$(BIN)/pytest -n 8 tests/kernels tests/model/test_backends.py tests/spec_decode/test_decode_step.py \
-	  tests/spec_decode/test_lossless_gpu.py
+	  tests/spec_decode/test_lossless_gpu.py tests/spec_decode/test_prefix_gpu.py
 
 # page4.* are the top folders under another name; the links let mypy find them by that name.
 lint: $(VENV)/.installed-lint

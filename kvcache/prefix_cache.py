@@ -211,6 +211,14 @@ class PrefixCache:
         self.stats.file_hits += from_files
         return match.length, restoration
 
+    def shared_pages(self, chain: PrefixChain) -> int:
+        """Pages of a prompt's known prefix that others hold: :meth:`join` takes none for them."""
+        match = self._match(chain, set())
+        if match is None:
+            return 0
+        keys = chain.page_keys(0, match.length // PAGE_TOKENS * PAGE_TOKENS)[: match.shared]
+        return sum(self._cache.tables.pool.is_held(self.index.page(key)) for key in keys)
+
     def settle(self, restoration: Restoration) -> None:
         """Makes known what has come back; computation that is launched later waits for it."""
         for ticket in restoration.tickets:

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from page4.kernels.errors import InputError
 from page4.kvcache.pages import pages_for
+from page4.kvcache.prefix_chain import PrefixChain
 
 from .engine import SpeculativeDecoder
 from .request import Request
@@ -48,20 +50,37 @@ class Preemption:
     def __init__(self, decoder: SpeculativeDecoder, stats: ServingStats) -> None:
         self._decoder, self._stats = decoder, stats
         self._lives: WeakKeyDictionary[Served, _Life] = WeakKeyDictionary()
+        self._chains: WeakKeyDictionary[Served, PrefixChain] = WeakKeyDictionary()
         self._arrivals = 0
 
     def has_room(self, served: Served) -> bool:
-        """Whether there are pages for a request up to where it is, and for its next steps."""
-        return pages_for(self._tokens_now(served)) <= self._decoder.cache.tables.pool.available
+        """Whether there are pages for a request up to where it is, and for its next steps.
+
+        Pages of its prefix that others hold are there already.
+        """
+        needed = pages_for(self._tokens_now(served))
+        pool, prefix = self._decoder.cache.tables.pool, self._decoder.prefix
+        if needed > pool.available and prefix is not None:
+            if served not in self._chains:
+                self._chains[served] = prefix.chain(self._prompt(served))
+            needed -= prefix.shared_pages(self._chains[served])
+        return needed <= pool.available
 
     def open(self, served: Served) -> Request:
-        """Begins a request, or begins it again, with all pages that :meth:`has_room` has found."""
+        """Begins a request, or begins it again, with all pages that :meth:`has_room` has found.
+
+        Raises:
+            InputError: there are fewer: a file of its prefix was damaged.
+        """
+        request = self._decoder.open(self._prompt(served), served.sampling)
+        try:
+            self._decoder.cache.reserve(request.row, self._tokens_now(served))
+        except InputError:
+            self._decoder.close(request)
+            raise
         if served not in self._lives:
             self._lives[served] = _Life(self._arrivals)
             self._arrivals += 1
-        settled = served.tokens[: self._lives[served].settled]
-        request = self._decoder.open([*served.prompt, *settled], served.sampling)
-        self._decoder.cache.reserve(request.row, self._tokens_now(served))
         return request
 
     def victim(self, decoding: Sequence[Request], running: Mapping[Request, Served]) -> Request | None:
@@ -80,6 +99,7 @@ class Preemption:
         known = served.tokens[start : start + len(tokens)]
         if known != tokens[: len(known)]:
             life.settled, life.accepted = len(served.tokens), list(served.accepted)
+            self._chains.pop(served, None)
             self._stats.diverged += 1
             return None
         self._stats.replayed_tokens += len(known)
@@ -88,6 +108,10 @@ class Preemption:
     def accepted(self, request: Request, served: Served) -> list[int]:
         """Drafts accepted in each verification of a request, in all its lives."""
         return self._lives[served].accepted + request.accepted
+
+    def _prompt(self, served: Served) -> list[int]:
+        settled = self._lives[served].settled if served in self._lives else 0
+        return [*served.prompt, *served.tokens[:settled]]
 
     def _tokens_now(self, served: Served) -> int:
         return len(served.prompt) + len(served.tokens) + self._decoder.config.overrun

@@ -113,11 +113,16 @@ class Server:
             served = self._waiting[0]
             if not self._has_room(served):
                 return
+            try:
+                if self._preemption is None:
+                    request = self.decoder.open(served.prompt, served.sampling)
+                else:
+                    request = self._preemption.open(served)
+            except InputError:
+                if not self._running:
+                    raise
+                return  # later, with what the others give back
             self._waiting.popleft()
-            if self._preemption is None:
-                request = self.decoder.open(served.prompt, served.sampling)
-            else:
-                request = self._preemption.open(served)
             self._running[request] = served
 
     def _has_room(self, served: Served) -> bool:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from page4.experiments.prompt_windows import nonce
 from page4.kernels.errors import InputError
+from page4.kvcache import KVScales, ScalePair
 from page4.kvcache.prefix_cache import PrefixConfig
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import (
@@ -29,12 +31,13 @@ from page4.spec_decode import (
     measure_rounds,
 )
 from tests.kvcache.stamps import DelayedQueue, delayed
-from tests.oracle.tiny import random_tokens
+from tests.oracle.tiny import random_tokens, tiny_model
 from tests.spec_decode.conftest import Build
 from tests.spec_decode.test_generation import formats
 
 __all__ = ["delayed"]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK, INTERVAL, NEW = 16, 32, 8
 Outputs = list[tuple[list[int], list[int]]]
 
@@ -218,18 +221,39 @@ def test_a_reused_prefix_is_the_same_bits_with_poison_all_around(
         engine.cache.tables.check()
 
 
+def test_the_kernels_compute_the_same_bits_beside_others_and_after_a_reused_prefix() -> None:
+    """On the Triton backend: a prompt after one that shares its beginning, against the prompt alone."""
+    layers = ["linear_attention", "full_attention"]
+    model = tiny_model(seed=3, num_hidden_layers=2, layer_types=layers, ple_layer_ids=[1]).to(DEVICE)
+    model.use_backend("triton")
+    scales = KVScales((ScalePair(0.02, 0.02),), ScalePair(0.02, 0.02))
+    options: dict[str, Any] = {"scales": scales, "prefill_chunk": CHUNK, "max_length": 32}
+
+    def build(**more: Any) -> SpeculativeDecoder:
+        return SpeculativeDecoder(model, DecoderConfig("e4m3", num_draft_tokens=2, **options, **more))
+
+    alone, reusing = build(), build(max_requests=2, prefix=prefix(interval=CHUNK))
+    first, second = text(17, 1), text(17, 1) + text(4, 2)
+    expected = states(alone, prefill(alone, second))
+    prefill(reusing, first)
+    poison(reusing, evict=False, rows=(1,))
+    request = prefill(reusing, second)
+    assert reusing.prefix is not None and reusing.prefix.stats.reused_tokens == 16
+    assert all(map(same_bits, states(reusing, request), expected))
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def poison(decoder: SpeculativeDecoder, evict: bool) -> None:
-    """0xFF wherever nothing of value lies: in free pages, or in all of them, and in all states."""
+def poison(decoder: SpeculativeDecoder, evict: bool, rows: Sequence[int] = (0,)) -> None:
+    """0xFF where nothing of value lies: in free pages, or in all that nobody holds, and in states of rows."""
     pool = decoder.cache.tables.pool
     pages = pool.allocate(pool.available if evict else pool.free)
     for stored in decoder.cache.paged_tensors():
         stored.view(torch.uint8)[pages] = 0xFF
     pool.release(pages)
-    for row in range(decoder.config.max_requests):
+    for row in rows:
         for state in decoder.cache.prefilled_state(row):
             state.fill_(float("nan"))
 
@@ -363,6 +387,34 @@ def test_preempted_requests_that_fill_the_pool_alone_are_served_and_larger_ones_
         InputError, match=r"the request may need .* pages, the cache has .*: raise max_tokens"
     ):
         Server(engine).submit(Served(text(20, 1), fits + 1))
+
+
+def test_requests_with_a_prefix_in_common_run_together_where_their_pages_would_not_fit(
+    decoder: Build,
+) -> None:
+    """What others hold of a prompt needs no room a second time."""
+    engine = decoder(3, prefill_chunk=CHUNK, max_requests=2, max_tokens=112, preemption=True, prefix=prefix())
+    server = Server(engine)
+    first, second = Served(text(75, 1), NEW), Served(text(75, 1), NEW)
+    server.submit(first)
+    while not first.tokens:
+        server.step()
+    server.submit(second)
+    server.step()
+    assert second.tokens and not first.finished, "8 pages, of which each needs 6"
+    server.run()
+    assert second.tokens == first.tokens and not first.preemptions
+
+
+def test_a_nonce_defeats_reuse(decoder: Build) -> None:
+    """Prompts of one text with a nonce each, as studies make them, share nothing; without, all of it."""
+    engine = decoder(3, prefill_chunk=CHUNK, prefix=prefix())
+    reuse = engine.prefix
+    assert reuse is not None
+    serve(engine, [[*nonce(0, "prompt", i).encode(), *text(60, 1)] for i in range(3)], 1)
+    assert (reuse.stats.lookups, reuse.stats.hits, reuse.stats.reused_tokens) == (3, 0, 0)
+    serve(engine, [[*nonce(0, "prompt", 0).encode(), *text(60, 1)]], 1)
+    assert reuse.stats.hits == 1
 
 
 def test_rounds_refuse_a_decoder_that_would_not_compute_their_texts(decoder: Build) -> None:
