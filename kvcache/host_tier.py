@@ -224,10 +224,18 @@ def host_arena(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Host memory, uint8, that a GPU copies to and from beside its computation.
 
     It is pinned where it lies: PyTorch's own pinned allocations are rounded up to powers of two.
+
+    Raises:
+        InputError: so much cannot be pinned.
     """
     arena = torch.empty(shape, dtype=torch.uint8)
     if device.type == "cuda":
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)))
+        status = int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))
+        if status:
+            raise InputError(
+                f"{arena.nbytes / 2**30:.3g} GiB of host memory cannot be pinned (CUDA error {status}): "
+                "lower host_gib"
+            )
         weakref.finalize(arena, runtime.cudaHostUnregister, arena.data_ptr()).atexit = False
     return arena

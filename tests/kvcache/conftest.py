@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from page4.model import Qwen4ExpForCausalLM
+from tests.kvcache.accounting import accounting
 from tests.oracle.tiny import tiny_model
+
+__all__ = ["accounting"]
 
 
 @pytest.fixture(scope="session")

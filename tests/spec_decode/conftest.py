@@ -11,8 +11,11 @@ import torch
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import DecoderConfig, Request, SpeculativeDecoder
 from page4.spec_decode.engine import StepInFlight
+from tests.kvcache.accounting import accounting
 from tests.oracle.tiny import agreeable_model
 from tests.spec_decode.reference import continuation
+
+__all__ = ["accounting"]
 
 Build = Callable[..., SpeculativeDecoder]
 

@@ -413,7 +413,7 @@ def test_a_nonce_defeats_reuse(decoder: Build) -> None:
     assert reuse is not None
     serve(engine, [[*nonce(0, "prompt", i).encode(), *text(60, 1)] for i in range(3)], 1)
     assert (reuse.stats.lookups, reuse.stats.hits, reuse.stats.reused_tokens) == (3, 0, 0)
-    serve(engine, [[*nonce(0, "prompt", 0).encode(), *text(60, 1)]], 1)
+    serve(engine, [[*nonce(0, "prompt", 2).encode(), *text(60, 1)]], 1)
     assert reuse.stats.hits == 1
 
 
