@@ -244,6 +244,9 @@ class PrefixCache:
         self.snapshots.save(key, request)
         if self.host is not None and key not in self.host:
             ticket = self.host.offload(key, pages, request)
+            if ticket is None and self.files is not None:  # all room is on its way to files
+                self.flush()
+                ticket = self.host.offload(key, pages, request)
             if ticket is not None and self.files is not None and key not in self.files:
                 self.host.hold(key)
                 self._to_files.append((key, ticket))
@@ -259,6 +262,16 @@ class PrefixCache:
                 key, _ = self._to_files.pop(0)
                 self.files.write(key, *self.host.content(key))
             for key in self.files.written():
+                self.host.release(key)
+
+    def flush(self) -> None:
+        """Waits until all that was kept is in the host tier, and in files."""
+        if self.host is None:
+            return
+        self.host.drain()
+        self.poll()
+        if self.files is not None:
+            for key in self.files.written(wait=True):
                 self.host.release(key)
 
     def metrics(self) -> dict[str, Any]:
@@ -288,11 +301,11 @@ class PrefixCache:
 
     def close(self) -> None:
         """Waits for copies and files, and lets go of the folder."""
-        if self.host is not None:
-            self.host.drain()
-        self.poll()
-        if self.files is not None:
-            self.files.close()
+        try:
+            self.flush()
+        finally:
+            if self.files is not None:
+                self.files.close()
 
     def _group_start(self, stop: int) -> int:
         return (stop - 1) // self.config.interval * self.config.interval
@@ -339,7 +352,12 @@ class PrefixCache:
         """Reads a group from its file into the host tier, if it is intact and there is room."""
         assert self.host is not None and self.files is not None
         content = self.files.read(key)
-        return content is not None and self.host.put(key, *content)
+        if content is None:
+            return False
+        if not self.host.put(key, *content):  # what is on its way to files makes room
+            self.flush()
+            return self.host.put(key, *content)
+        return True
 
     def _match(self, chain: PrefixChain, lost: set[Key]) -> _Match | None:
         """The longest prefix with pages and a snapshot in some tier, but for groups that are lost."""

@@ -12,6 +12,9 @@ Key = bytes
 """Names a prefix: its tokens, and the model and cache that computed it."""
 
 
+_TOKEN_BYTES = array("q").itemsize
+
+
 class PrefixChain:
     """Keys of a prompt's prefixes.
 
@@ -31,9 +34,9 @@ class PrefixChain:
 
     def __init__(self, root: Key, tokens: Sequence[int], length: int, lookahead: int) -> None:
         self.length = length
-        self._tokens = array("q", tokens[: length + lookahead])
-        self._lookahead = lookahead
-        self._full = [_hash(root, self._tokens[:lookahead])]
+        self._tokens = array("q", tokens[: length + lookahead]).tobytes()
+        self._ahead = lookahead * _TOKEN_BYTES
+        self._full = [_hash(root, self._tokens[: self._ahead])]
         for start in range(0, length - PAGE_TOKENS + 1, PAGE_TOKENS):
             self._full.append(self._next(start, start + PAGE_TOKENS))
 
@@ -48,8 +51,8 @@ class PrefixChain:
         return keys if stop % PAGE_TOKENS == 0 else [*keys, self.key(stop)]
 
     def _next(self, start: int, stop: int) -> Key:
-        tokens = self._tokens[start + self._lookahead : stop + self._lookahead]
-        return _hash(self._full[start // PAGE_TOKENS], tokens)
+        first, end = start * _TOKEN_BYTES + self._ahead, stop * _TOKEN_BYTES + self._ahead
+        return _hash(self._full[start // PAGE_TOKENS], self._tokens[first:end])
 
 
 def identity_key(identity: Mapping[str, str]) -> Key:
@@ -57,5 +60,5 @@ def identity_key(identity: Mapping[str, str]) -> Key:
     return hashlib.blake2b(repr(sorted(identity.items())).encode(), digest_size=32).digest()
 
 
-def _hash(parent: Key, tokens: array[int]) -> Key:
-    return hashlib.blake2b(parent + tokens.tobytes(), digest_size=32).digest()
+def _hash(parent: Key, tokens: bytes) -> Key:
+    return hashlib.blake2b(parent + tokens, digest_size=32).digest()

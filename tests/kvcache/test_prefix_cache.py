@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -261,6 +262,23 @@ def test_a_host_tier_that_is_full_forgets_what_was_used_longest_ago() -> None:
     evict(cache)
     assert serve(prefix, cache, TEXT[:33]) == 32
     assert serve(prefix, cache, [7] * 33) == 0
+
+
+def test_groups_wait_for_room_on_their_way_to_files(tmp_path: Path) -> None:
+    """A host tier of one group, and three that are kept at once: none is left out."""
+    cache = small_cache()
+    host = GroupLayout(cache, INTERVAL // 16).nbytes / GIB
+    options = PrefixConfig(INTERVAL, snapshots=0, host_gib=host, folder=tmp_path, model="m")
+    prefix = PrefixCache(cache, options, CHUNK, {})
+    serve(prefix, cache, TEXT[:90])
+    prefix.flush()
+    assert prefix.files is not None and prefix.host is not None
+    assert (len(prefix.files), len(prefix.host)) == (4, 1), "two intervals, the last chunk, and the end"
+    prefix.close()
+    empty = small_cache()
+    restarted = PrefixCache(empty, options, CHUNK, {})
+    assert serve(restarted, empty, TEXT[:90]) == 32, "as much as there is room for at once"
+    restarted.close()
 
 
 @pytest.mark.parametrize(
