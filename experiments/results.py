@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
+from PIL import Image
 
 from page4.experiments.atomic import atomic_path, write_json, write_text
 from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
@@ -100,9 +101,16 @@ class ResultFolder:
         return self.write_text(name, to_csv(rows, columns))
 
     def write_figure(self, name: str, figure: Figure, dpi: int = 150) -> Path:
-        """Write a Matplotlib figure atomically, in the format of the name's suffix; returns the path."""
+        """Write a Matplotlib figure atomically, in the format of the name's suffix; returns the path.
+
+        A PNG gets a palette of 128 colours: lines and letters look the same and take a third of the bytes.
+        """
         with atomic_path(self.path / name) as temporary:
             figure.savefig(temporary, dpi=dpi, bbox_inches="tight")
+            if temporary.suffix == ".png":
+                with Image.open(temporary) as image:
+                    few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+                few.save(temporary, optimize=True)
         return self.path / name
 
     def finish(self, **extra: Any) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from matplotlib.figure import Figure
+from PIL import Image
 
 from page4.experiments.results import ResultFolder
 from page4.kernels.errors import InputError
@@ -124,6 +125,8 @@ def test_figures_and_tables_are_written_whole(tmp_path: Path) -> None:
         figure = folder.write_figure("figure.png", Figure())
         table = folder.write_csv("table.csv", [{"a": 1, "b": None, "unused": 2}], ["a", "b"])
     assert figure.read_bytes().startswith(b"\x89PNG")
+    with Image.open(figure) as image:
+        assert image.mode == "P", "a palette"
     assert table.read_text() == "a,b\n1,\n"
     assert names(tmp_path) == {
         ".lock",
