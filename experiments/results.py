@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +9,14 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
-from PIL import Image
 
 from page4.experiments.atomic import atomic_path, write_json, write_text
 from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
+from page4.experiments.png import with_palette
 from page4.experiments.provenance import collect_provenance, now
 from page4.experiments.samples import SampleStore, to_csv
 from page4.kernels.errors import InputError
+from page4.kernels.folder_lock import lock_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,14 +103,12 @@ class ResultFolder:
     def write_figure(self, name: str, figure: Figure, dpi: int = 150) -> Path:
         """Write a Matplotlib figure atomically, in the format of the name's suffix; returns the path.
 
-        A PNG gets a palette of 128 colours: lines and letters look the same and take a third of the bytes.
+        A PNG gets a palette.
         """
         with atomic_path(self.path / name) as temporary:
             figure.savefig(temporary, dpi=dpi, bbox_inches="tight")
             if temporary.suffix == ".png":
-                with Image.open(temporary) as image:
-                    few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
-                few.save(temporary, optimize=True)
+                temporary.write_bytes(with_palette(temporary.read_bytes()))
         return self.path / name
 
     def finish(self, **extra: Any) -> Path:
@@ -162,17 +160,10 @@ class ResultFolder:
         return True
 
     def _acquire_lock(self) -> None:
-        self._lock = (self.path / LOCK_FILE).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._release_lock()
-            raise InputError(
-                f"{self.path} is in use by another process; wait for it or give another --out"
-            ) from None
+        busy = f"{self.path} is in use by another process; wait for it or give another --out"
+        self._lock = lock_folder(self.path / LOCK_FILE, busy)
 
     def _release_lock(self) -> None:
-        # Closing releases the lock. The empty file stays: removing it could leave two owners.
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from page4.kernels.atomic import atomic_path
 from page4.kernels.errors import InputError
+from page4.kernels.folder_lock import lock_folder
 
 from .prefix_chain import Key
 
@@ -51,7 +50,8 @@ class FileTier:
         strange = [f.name for f in folder.iterdir() if not _ours(f)]
         if strange and not (folder / IDENTITY_FILE).exists():
             raise InputError(f"{folder} holds {strange[0]} and no prefix cache: name an empty folder")
-        self._lock = _locked(folder)
+        busy = f"the prefix cache {folder} is in use by another process"
+        self._lock = lock_folder(folder / _LOCK_FILE, busy)
         self._identity = {"version": VERSION, **identity}
         try:
             _check_identity(folder / IDENTITY_FILE, self._identity)
@@ -134,16 +134,6 @@ def _checksum(key: Key, pages: int, data: Tensor) -> str:
 
 def _ours(file: Path) -> bool:
     return file.suffix == ".safetensors" or file.name in (IDENTITY_FILE, _LOCK_FILE)
-
-
-def _locked(folder: Path) -> IO[str]:
-    lock = (folder / _LOCK_FILE).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise InputError(f"the prefix cache {folder} is in use by another process") from error
-    return lock
 
 
 def _check_identity(path: Path, identity: Mapping[str, str]) -> None:
