@@ -118,26 +118,27 @@ class HostTier:
         self._note(entry.slot, ticket, layout.nbytes, self.out)
         return ticket
 
-    def load(self, key: Key, moves: Sequence[tuple[int, int]], request: int | None) -> Ticket:
+    def load(self, key: Key, first: int, pages: Sequence[int], request: int | None) -> Ticket:
         """Begins to copy a group back.
 
         Args:
-            moves: pairs of a page's place in the group and the page to fill; other pages are left out.
+            first: the group's page that fills the first of ``pages``; pages before it are left out.
+            pages: to be filled with the group's pages from there on; may be empty.
             request: whose state to set; None: no one's.
         """
         self._entries.move_to_end(key)
         entry = self._entries[key]
         layout = self._layout(entry.pages)
-        start = 0 if moves else layout.state_offset
+        start = 0 if pages else layout.state_offset
         stop = layout.state_offset if request is None else layout.nbytes
         source, staging = self._arena[entry.slot], self._staging_in[: layout.nbytes]
-        places, targets = (self._indices([move[i] for move in moves]) for i in (0, 1))
+        index = self._indices(pages)
 
         def copy() -> None:
             staging[start:stop].copy_(source[start:stop], non_blocking=True)
-            if moves:
+            if pages:
                 for stored, part in zip(self._cache.paged_tensors(), layout.pages(staging), strict=True):
-                    stored.index_copy_(0, targets, part.index_select(0, places))
+                    stored.index_copy_(0, index, part[first : first + len(pages)])
             if request is not None:
                 states = self._cache.prefilled_state(request)
                 for state, part in zip(states, layout.state(staging), strict=True):

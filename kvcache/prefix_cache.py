@@ -389,12 +389,12 @@ class PrefixCache:
                 continue
             assert self.host is not None
             key, first = chain.key(group.stop), group.start // PAGE_TOKENS
-            missing = range(max(first, match.shared), pages_for(group.stop))
+            start = max(first, match.shared)
+            missing = pages[start : pages_for(group.stop)]
             if group.stop == match.length and key not in self.snapshots:
                 restoration.snapshot = key
             target = request if restoration.snapshot is not None else None
-            ticket = self.host.load(key, [(i - first, pages[i]) for i in missing], target)
-            restoration.tickets.append(ticket)
-            keys = chain.page_keys(group.start, group.stop)
-            restoration.pages += [(keys[i - first], pages[i]) for i in missing]
+            restoration.tickets.append(self.host.load(key, start - first, missing, target))
+            keys = chain.page_keys(group.start, group.stop)[start - first :]
+            restoration.pages += zip(keys, missing, strict=True)
         return restoration if restoration.tickets else None
