@@ -29,7 +29,7 @@ class PrefixConfig:
         interval: tokens between the snapshots that are kept of a long prompt, a multiple of the prefill
             chunk. A snapshot of the public checkpoint takes 119 MB, as much as the e4m3 K/V of 8,400 tokens:
             at 8192 the two are balanced. A prompt also leaves one at its last whole chunk and one at its end.
-        snapshots: held on the device at most.
+        snapshots: held on the device at most, in memory that is taken at once.
         host_gib: budget of the host tier, GiB of pinned memory; 0: none.
         folder: of the file tier; None: none. It needs a host tier, which its groups pass through.
         model: names the weights to the file tier, for example by a digest.

@@ -100,6 +100,16 @@ def test_what_cannot_be_measured_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_brings_back_the_same_bits_beside_captured_steps(tmp_path: Path) -> None:
+    """Four layers of the public sizes, and the shipped checkpoint."""
+    sizes: dict[str, Any] = {"device": "cuda", "restores": 3, "turns": 1, "steps": 6}
+    for source in ({"public_layers": 4, "length": 8192, "interval": 4096}, {"public_layers": 0}):
+        summary = run(RestoreBenchConfig(**(sizes | source)), tmp_path / str(source["public_layers"]))
+        assert summary["wrong"] == 0
+        assert all(cell["speedup"] > 1 for cell in summary["cells"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["bench", "restore", "--device", "cuda", "--out", str(tmp_path / "out")]) == 2
