@@ -38,7 +38,7 @@ class RestoreBenchConfig:
         steps: timed decode steps of a turn.
     """
 
-    public_layers: int = 4
+    public_layers: int = 8
     model: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["reference", "triton"] | None = None
