@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from page4.experiments.statistics import Estimate
@@ -16,7 +17,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-_LEGEND_COLUMNS = 4  # longer legends stand beside the axes
+_LEGEND_COLUMNS, _LEGEND_WIDTH = 4, 6.3  # wider legends (inches) stand beside the axes
+_LEGEND_SIZE = 9  # points
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,24 @@ class ForestGroup:
 
 def plot_acceptance(series: Sequence[Series], title: str, note: str) -> Figure:
     """Acceptance against context length, a line with interval bars per arm; estimates are fractions."""
-    figure, axes = _figure(title, note, lines=len(series))
+    figure, axes = _figure(title, note, _labels(series))
     for index, line in enumerate(series):
         _line(axes, line, index, shift=2 ** _offset(index, len(series), 0.06))
     _length_axis(axes, series)
     axes.set_ylabel("acceptance (accepted / drafted tokens)")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _legend(figure, axes, len(series))
+    _legend(figure, axes)
     return figure
 
 
 def plot_step_times(series: Sequence[Series], title: str, note: str) -> Figure:
     """Step times in milliseconds against context length, a line per arm."""
-    figure, axes = _figure(title, note, lines=len(series))
+    figure, axes = _figure(title, note, _labels(series))
     for index, line in enumerate(series):
         _line(axes, line, index)
     _length_axis(axes, series)
     axes.set_ylabel("step time (ms)")
-    _legend(figure, axes, len(series))
+    _legend(figure, axes)
     return figure
 
 
@@ -66,16 +68,16 @@ def plot_difference(series: Sequence[Series], noise: Series | None, title: str, 
     `noise` is the difference of a control arm that differs in nothing that matters. Its interval is drawn as
     a band: a difference inside it is not told from noise.
     """
-    lines = len(series) + (noise is not None)
-    figure, axes = _figure(title, note, lines)
+    lines = [*series, noise] if noise else series
+    figure, axes = _figure(title, note, _labels(lines))
     axes.axhline(0, color="black", linewidth=0.8)
     if noise is not None:
         _band(axes, noise)
     for index, line in enumerate(series):
         _line(axes, line, index + 1, shift=2 ** _offset(index, len(series), 0.06))
-    _length_axis(axes, [*series, noise] if noise else series)
+    _length_axis(axes, lines)
     axes.set_ylabel("difference of acceptance (percentage points)")
-    _legend(figure, axes, lines)
+    _legend(figure, axes)
     return figure
 
 
@@ -83,7 +85,9 @@ def plot_changes(panels: Sequence[tuple[str, Sequence[Series]]], title: str, not
     """Changes in percent against context length with interval bars: a panel per quantity, a line per arm."""
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.3 * columns + 0.6, 2.7 * rows + 1.0), layout="constrained")
+    labels = _labels(panels[0][1])
+    size = (3.3 * columns + _beside(labels), max(2.7 * rows + 1.0, _least_height(labels)))
+    figure = Figure(figsize=size, layout="constrained")
     cells = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in cells[len(panels) :]:
         axes.set_visible(False)
@@ -95,8 +99,7 @@ def plot_changes(panels: Sequence[tuple[str, Sequence[Series]]], title: str, not
         _length_axis(axes, series)
         axes.set_title(heading, fontsize=10)
         axes.set_ylabel("change (%)")
-    handles, labels = cells[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    _legend_beside(figure, cells[0])
     _titles(figure, title, note)
     return figure
 
@@ -106,7 +109,9 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
 
     `panels` holds at least one (heading, lines over the draft positions); estimates are fractions.
     """
-    figure = Figure(figsize=(1.7 * len(panels) + 2.6, 3.6), layout="constrained")
+    labels = _labels(panels[0][1])
+    size = (1.7 * len(panels) + 0.9 + _beside(labels), max(3.6, _least_height(labels)))
+    figure = Figure(figsize=size, layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (heading, series) in zip(all_axes, panels, strict=True):
         _clean(axes)
@@ -120,8 +125,7 @@ def plot_by_position(panels: Sequence[tuple[str, Sequence[Series]]], title: str,
     all_axes[0].set_ylim(bottom=0)
     all_axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     all_axes[0].set_ylabel("rounds accepted to this position")
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    _legend_beside(figure, all_axes[0])
     _titles(figure, title, note)
     return figure
 
@@ -156,7 +160,7 @@ def plot_forest(groups: Sequence[ForestGroup], quantity: str, title: str, note: 
     axes.set_yticks(places, labels, fontsize=9)
     axes.set_ylim(row - 0.4, -0.8)
     axes.set_xlabel(quantity)
-    _legend(figure, axes, len(groups[0].series))
+    _legend(figure, axes)
     _titles(figure, title, note)
     return figure
 
@@ -166,9 +170,9 @@ def format_tokens(length: int) -> str:
     return f"{length / 1024:.3g}k" if length >= 1024 else str(length)
 
 
-def _figure(title: str, note: str, lines: int) -> tuple[Figure, Axes]:
-    width = 7.2 if lines <= _LEGEND_COLUMNS else 10.5
-    figure = Figure(figsize=(width, max(4.4, 0.25 * lines)), layout="constrained")
+def _figure(title: str, note: str, labels: Sequence[str]) -> tuple[Figure, Axes]:
+    width = 7.2 if _fits_above(labels) else 7.2 + _beside(labels)
+    figure = Figure(figsize=(width, max(4.4, _least_height(labels))), layout="constrained")
     axes = figure.subplots()
     _clean(axes)
     _titles(figure, title, note)
@@ -187,13 +191,46 @@ def _titles(figure: Figure, title: str, note: str) -> None:
     figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color="0.35")
 
 
-def _legend(figure: Figure, axes: Axes, lines: int) -> None:
+def _labels(series: Sequence[Series]) -> list[str]:
+    return [line.label for line in series]
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
     """A legend in one row between title and axes, where no line runs; beside the axes if it is longer."""
-    if lines <= _LEGEND_COLUMNS:
-        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=lines, borderaxespad=0.2)
+    labels = axes.get_legend_handles_labels()[1]
+    if _fits_above(labels):
+        axes.legend(
+            frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(labels), borderaxespad=0.2,
+            fontsize=_LEGEND_SIZE,
+        )  # fmt: skip
     else:
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+        _legend_beside(figure, axes)
+
+
+def _legend_beside(figure: Figure, axes: Axes) -> None:
+    """A legend at the right, for which the figure has to be wider by `_beside`."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=_LEGEND_SIZE)
+
+
+def _fits_above(labels: Sequence[str]) -> bool:
+    return len(labels) <= _LEGEND_COLUMNS and sum(map(_entry_width, labels)) <= _LEGEND_WIDTH
+
+
+def _beside(labels: Sequence[str]) -> float:
+    """Inches that a legend beside the axes takes."""
+    return max(map(_entry_width, labels), default=0.0) + 0.2
+
+
+def _least_height(labels: Sequence[str]) -> float:
+    """Inches, with title and note, of a figure beside whose axes these stand."""
+    return 0.2 * len(labels) + 1.0
+
+
+def _entry_width(label: str) -> float:
+    """Inches of one entry: line, gaps and text."""
+    text = TextPath((0, 0), label, size=_LEGEND_SIZE).get_extents().width if label.strip() else 0.0
+    return 0.6 + float(text) / 72
 
 
 def _offset(index: int, count: int, step: float) -> float:

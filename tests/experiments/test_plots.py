@@ -17,6 +17,7 @@ from page4.experiments.plots import (
     format_tokens,
     plot_acceptance,
     plot_by_position,
+    plot_changes,
     plot_difference,
     plot_forest,
 )
@@ -92,6 +93,33 @@ def test_seventeen_arms_look_different_and_leave_room_for_the_axes(plot: Callabl
     assert LENGTHS[0] / 1.25 < min(positions) and max(positions) < LENGTHS[0] * 1.25
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [s.label for s in series]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("arms", [2, 4, 5, 17])
+def test_long_names_take_no_room_from_the_axes(arms: int) -> None:
+    """A legend stands above the axes where it fits into a row there, else beside them in a wider figure."""
+    names = [f"arm {i} (target fp16,1:e4m3, draft fp16)" for i in range(arms)]
+    short = [_series(name[:5], 0.5) for name in names]
+    long = [_series(name, 0.5) for name in names]
+
+    def draw(series: list[Series]) -> list[Figure]:
+        by_position = [("1k", [_series(line.label, 0.6, x=(1, 2, 3)) for line in series])]
+        return [
+            plot_acceptance(series, "title", "note"),
+            plot_difference(series[1:], series[0], "title", "note"),
+            plot_changes([("prefill", series), ("decode", series)], "title", "note"),
+            plot_by_position(by_position, "title", "note"),
+        ]
+
+    def inches(figure: Figure) -> list[tuple[float, float]]:
+        _render(figure)  # lays it out
+        width, height = figure.get_size_inches()
+        places = [axes.get_position() for axes in figure.axes]
+        return [(place.width * width, place.height * height) for place in places]
+
+    for one, other in zip(draw(short), draw(long), strict=True):
+        assert np.asarray(inches(other)) == pytest.approx(np.asarray(inches(one)), abs=0.6)
 
 
 def test_estimates_without_interval_are_drawn_as_points() -> None:
