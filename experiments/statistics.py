@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,6 +43,12 @@ class Estimate:
     def to_json(self) -> dict[str, float | int | None]:
         """The fields, with null for NaN, which JSON does not have."""
         return {key: None if math.isnan(value) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Estimate:
+        """What `to_json` was given, from its fields among others."""
+        value, low, high = (math.nan if fields[n] is None else fields[n] for n in ("value", "low", "high"))
+        return cls(value, low, high, fields["clusters"])
 
     def scaled(self, factor: float) -> Estimate:
         """The same estimate in another unit; `factor` is positive."""

@@ -5,14 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from page4.experiments.samples import Row
+from page4.experiments.samples import Row, read_samples
 from page4.experiments.statistics import Estimate
 
 ALL_LENGTHS = "all"
 ALL_TEXTS = "all"
 
-METRIC_COLUMNS = ("metric", "arm", "length", "text", "position", "unit", "value", "low", "high", "clusters")
+METRIC_COLUMNS: dict[str, type] = {
+    "metric": str,
+    "arm": str,
+    "length": str,
+    "text": str,
+    "position": int,
+    "unit": str,
+    "value": float,
+    "low": float,
+    "high": float,
+    "clusters": int,
+}
+"""Of `summary.csv`, whose length is a number of tokens or "all"."""
 
 _NOT_MEASURED = Estimate(math.nan, math.nan, math.nan, 0)
 
@@ -45,6 +58,13 @@ class Metric:
         about = {"metric": self.name, "arm": self.arm, "length": self.length, "text": self.text}
         return about | {"position": self.position, "unit": self.unit} | self.estimate.to_json()
 
+    @classmethod
+    def from_row(cls, row: Row) -> Metric:
+        """The metric of a row of `summary.csv`."""
+        length = row["length"] if row["length"] == ALL_LENGTHS else int(row["length"])
+        about = (row["metric"], row["arm"], length, row["text"], row["position"], row["unit"])
+        return cls(*about, Estimate.from_json(row))
+
 
 class Metrics:
     """The metrics of a study, found by what they are about."""
@@ -52,6 +72,15 @@ class Metrics:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.all = list(metrics)
         self._found = {(m.name, m.arm, m.length, m.text, m.position): m.estimate for m in self.all}
+
+    @classmethod
+    def read(cls, file: Path) -> Metrics:
+        """The metrics that a study left in its `summary.csv`.
+
+        Raises:
+            InputError: Other columns, or a cell that is not of its column's type.
+        """
+        return cls(map(Metric.from_row, read_samples(file, METRIC_COLUMNS)))
 
     @property
     def texts(self) -> list[str]:

@@ -52,7 +52,7 @@ def write_report(
         "metrics": [m.to_row() for m in metrics.all if (m.place.length, m.place.window) in scored],
     }
     results.write_json("summary.json", summary)
-    results.write_csv("summary.csv", [metric.to_row() for metric in metrics.all], METRIC_COLUMNS)
+    results.write_csv("summary.csv", [m.to_row() for m in metrics.all], list(METRIC_COLUMNS))
     results.write_text("table.md", markdown_table(config, metrics))
     for name, figure in Figures(config, metrics).all().items():
         results.write_figure(name, figure)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from page4.experiments.quant_error.config import QuantErrorConfig, Window
-from page4.experiments.samples import Row
+from page4.experiments.samples import Row, read_samples
 from page4.experiments.statistics import Estimate, bootstrap, ratio, relative_difference
 from page4.kernels.codecs import BYTE_FLOATS
 
@@ -38,9 +39,20 @@ _WITHOUT_INTERVAL = {name for name in UNITS if name.endswith(("_expected", "_cli
 _COMPARED = ("output_accumulated", "kl", "flips")
 """What is also compared with the reference arm, as `<name>_change` in percent."""
 
-METRIC_COLUMNS = (
-    "metric", "arm", "length", "first", "stop", "layer", "unit", "value", "low", "high", "clusters",
-)  # fmt: skip
+METRIC_COLUMNS: dict[str, type] = {
+    "metric": str,
+    "arm": str,
+    "length": int,
+    "first": int,
+    "stop": int,
+    "layer": str,
+    "unit": str,
+    "value": float,
+    "low": float,
+    "high": float,
+    "clusters": int,
+}
+"""Of `summary.csv`."""
 
 _NOT_MEASURED = Estimate(math.nan, math.nan, math.nan, 0)
 
@@ -71,6 +83,12 @@ class Metric:
         found = {name: _short(value) for name, value in self.estimate.to_json().items()}
         return about | found
 
+    @classmethod
+    def from_row(cls, row: Row) -> Metric:
+        """The metric of a row of `summary.csv`."""
+        place = Place(row["arm"], row["length"], Window(row["first"], row["stop"]), row["layer"])
+        return cls(row["metric"], place, row["unit"], Estimate.from_json(row))
+
 
 class Metrics:
     """The metrics of a study, found by what they are about."""
@@ -78,6 +96,15 @@ class Metrics:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.all = list(metrics)
         self._found = {(metric.name, metric.place): metric.estimate for metric in self.all}
+
+    @classmethod
+    def read(cls, file: Path) -> Metrics:
+        """The metrics that a study left in its `summary.csv`.
+
+        Raises:
+            InputError: Other columns, or a cell that is not of its column's type.
+        """
+        return cls(map(Metric.from_row, read_samples(file, METRIC_COLUMNS)))
 
     def get(self, name: str, arm: str, length: int, window: Window, layer: str) -> Estimate:
         """The estimate; all NaN, of no clusters, when the study did not measure it."""

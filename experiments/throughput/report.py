@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from matplotlib import figure
 
 from page4.experiments import markdown
 from page4.experiments.plots import Series, format_tokens, plot_changes
 from page4.experiments.results import ResultFolder
-from page4.experiments.samples import Row
+from page4.experiments.samples import Row, read_samples
 from page4.experiments.statistics import LEAST_CLUSTERS
 from page4.experiments.throughput.config import ThroughputConfig
-from page4.experiments.throughput.summary import Figure, figures
+from page4.experiments.throughput.summary import COLUMNS, Figure, figures
 
 _TITLES = {
     "prefill": "prefill",
@@ -23,26 +26,13 @@ _TITLES = {
     "step_p90": "step p90",
 }
 _UNITS = {"prefill": "tokens/s", "decode": "tokens/s", "step_p50": "ms", "step_p90": "ms"}
-_COLUMNS = (
-    "quantity",
-    "arm",
-    "length",
-    "value",
-    "low",
-    "high",
-    "clusters",
-    "change_value",
-    "change_low",
-    "change_high",
-)
-
 Found = Mapping[tuple[str, str, int], Figure]
 
 
 def write_report(results: ResultFolder, config: ThroughputConfig, rows: Sequence[Row]) -> dict[str, Any]:
     """Write what is made from the samples, and return what `summary.json` holds."""
     found = {(f.quantity, f.arm, f.length): f for f in figures(config, rows)}
-    records = [figure.to_row() for figure in found.values()]
+    records = [f.to_row() for f in found.values()]
     summary: dict[str, Any] = {
         "study": "throughput",
         "samples": len(rows),
@@ -50,16 +40,32 @@ def write_report(results: ResultFolder, config: ThroughputConfig, rows: Sequence
         "figures": records,
     }
     results.write_json("summary.json", summary)
-    results.write_csv("summary.csv", records, _COLUMNS)
+    results.write_csv("summary.csv", records, list(COLUMNS))
     results.write_text("table.md", table(config, found, rows))
+    if config.all_arms[1:]:
+        results.write_figure("throughput.png", plot_throughput(config, found))
+    return summary
+
+
+def read_found(config: ThroughputConfig, file: Path) -> Found:
+    """The estimates that a study of this configuration left in its `summary.csv`.
+
+    Raises:
+        InputError: Other columns, or a cell that is not of its column's type.
+    """
+    baseline = config.all_arms[0].name
+    estimates = [Figure.from_row(row, baseline) for row in read_samples(file, COLUMNS)]
+    return {(f.quantity, f.arm, f.length): f for f in estimates}
+
+
+def plot_throughput(config: ThroughputConfig, found: Found) -> figure.Figure:
+    """What every arm but the baseline changes, in percent: a panel per quantity; there is such an arm."""
     panels = [
         (_TITLES[quantity], [_series(config, found, quantity, arm.name) for arm in config.all_arms[1:]])
         for quantity in _quantities(found)
     ]
-    if config.all_arms[1:]:
-        title = f"Change against {config.all_arms[0].name} on the same prompts"
-        results.write_figure("throughput.png", plot_changes(panels, title, _sample(config)))
-    return summary
+    title = f"Change against {config.all_arms[0].name} on the same prompts"
+    return plot_changes(panels, title, _sample(config))
 
 
 def table(config: ThroughputConfig, found: Found, rows: Sequence[Row]) -> str:

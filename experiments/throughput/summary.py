@@ -34,6 +34,21 @@ OF_TEXT = ("decode", *COUNTS)
 """What means nothing where weights are random."""
 
 
+COLUMNS: dict[str, type] = {
+    "quantity": str,
+    "arm": str,
+    "length": int,
+    "value": float,
+    "low": float,
+    "high": float,
+    "clusters": int,
+    "change_value": float,
+    "change_low": float,
+    "change_high": float,
+}
+"""Of `summary.csv`; a baseline's row has no change."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """An estimate and what it is of; `change` is relative to the baseline on the same prompts, in percent."""
@@ -50,6 +65,15 @@ class Figure:
         row |= {name: self.value.to_json()[name] for name in ("value", "low", "high", "clusters")}
         change = self.change.to_json() if self.change is not None else {}
         return row | {f"change_{name}": change.get(name) for name in ("value", "low", "high")}
+
+    @classmethod
+    def from_row(cls, row: Row, baseline: str) -> Figure:
+        """The estimate of a row of `summary.csv`; `baseline` names the arm without changes."""
+        change = None
+        if row["arm"] != baseline:
+            fields = {name: row[f"change_{name}"] for name in ("value", "low", "high")}
+            change = Estimate.from_json(fields | {"clusters": row["clusters"]})
+        return cls(row["quantity"], row["arm"], row["length"], Estimate.from_json(row), change)
 
 
 def figures(config: ThroughputConfig, rows: Sequence[Row]) -> Iterator[Figure]:

@@ -144,6 +144,13 @@ def test_undefined_ratios_give_no_interval_instead_of_a_wrong_one() -> None:
     assert math.isnan(estimate.low) and math.isnan(estimate.high)
 
 
+@pytest.mark.parametrize("prompts", [3, 8])
+def test_an_estimate_is_read_back_from_its_record(prompts: int) -> None:
+    found = bootstrap(ratio(np.arange(1, prompts + 1), np.ones(prompts)), prompts, resamples=200)
+    again = Estimate.from_json(found.to_json() | {"metric": "acceptance"})
+    assert again.to_json() == found.to_json() and math.isnan(again.low) == (prompts < 6)
+
+
 def test_scaled_changes_the_unit_of_all_three_numbers() -> None:
     assert Estimate(0.5, 0.25, 0.75, 4).scaled(100) == Estimate(50, 25, 75, 4)
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from page4.experiments.acceptance.config import AcceptanceConfig
+from page4.experiments.acceptance.figures import figures
 from page4.experiments.acceptance.measure import rerun_rows
-from page4.experiments.acceptance.metrics import ALL_LENGTHS
+from page4.experiments.acceptance.metrics import ALL_LENGTHS, METRIC_COLUMNS, Metrics
 from page4.experiments.acceptance.summary import checks_summary, is_degenerate, summarise
 from page4.experiments.acceptance.table import markdown_table, table_rows
-from page4.experiments.samples import Row
+from page4.experiments.samples import Row, to_csv
 from tests.experiments.acceptance.tiny_study import tiny_config
 
 ARMS = ("fp16", "e4m3", "fp16_again")
@@ -199,6 +200,20 @@ def test_table_says_what_was_not_measured_with_a_dash(config: AcceptanceConfig) 
     assert cells["96"][1:4] == ["6", "50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
     assert cells["96"][6:10] == ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]
     assert cells["all"][6:10] == ["-", "-", "-", "-"]
+
+
+def test_metrics_are_read_back_as_they_were_written(config: AcceptanceConfig, tmp_path: Path) -> None:
+    free = [generation(arm, "one@1") for arm in ARMS]
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), free)
+    written = to_csv([metric.to_row() for metric in metrics.all], list(METRIC_COLUMNS))
+    (tmp_path / "summary.csv").write_text(written, encoding="utf-8")
+    found = Metrics.read(tmp_path / "summary.csv")
+    assert to_csv([metric.to_row() for metric in found.all], list(METRIC_COLUMNS)) == written
+    assert found.get("acceptance_at", "e4m3", 48, 2) == metrics.get("acceptance_at", "e4m3", 48, 2)
+    assert found.get("acceptance", "e4m3", ALL_LENGTHS) == metrics.get("acceptance", "e4m3", ALL_LENGTHS)
+    assert list(figures(config, found)) == ["acceptance.png", "difference.png", "positions.png"]
+    alone = dataclasses.replace(config, arms=config.arms[:1])
+    assert list(figures(alone, found)) == ["acceptance.png", "positions.png"]
 
 
 def test_checks_are_summed_by_control_and_arm() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from page4.experiments.quant_error import QuantErrorConfig
 from page4.experiments.quant_error.config import Window
-from page4.experiments.quant_error.summary import reference_arm, summarise
+from page4.experiments.quant_error.summary import METRIC_COLUMNS, Metrics, reference_arm, summarise
+from page4.experiments.samples import to_csv
 
 DIVERGENCES = [0.3, 0.1, 0.8, 0.2, 0.5, 0.4, 0.9, 0.7]
 END = Window(32, 64)
@@ -49,3 +51,15 @@ def test_records_have_six_digits_and_no_nan() -> None:
         "metric": "kl", "arm": "e4m3-max", "length": 64, "first": 32, "stop": 64, "layer": "target",
         "unit": "nats", "value": 0.333333, "low": None, "high": None, "clusters": 1,
     }  # fmt: skip
+
+
+def test_metrics_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = logit_rows("e4m3-max", DIVERGENCES) + logit_rows("int8", DIVERGENCES[::-1])
+    metrics = summarise(config(), [], rows)
+    written = to_csv([metric.to_row() for metric in metrics.all], list(METRIC_COLUMNS))
+    (tmp_path / "summary.csv").write_text(written, encoding="utf-8")
+    found = Metrics.read(tmp_path / "summary.csv")
+    assert to_csv([metric.to_row() for metric in found.all], list(METRIC_COLUMNS)) == written
+    assert found.logits == metrics.logits == ["target"]
+    flips = found.get("flips", "int8", 64, END, "target")
+    assert (flips.value, flips.clusters) == (0.25, 8)

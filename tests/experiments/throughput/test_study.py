@@ -16,6 +16,7 @@ from page4.experiments.samples import Row
 from page4.experiments.throughput import ThroughputConfig, run
 from page4.experiments.throughput.measure import COLUMNS
 from page4.experiments.throughput.public_layers import public_config, random_model
+from page4.experiments.throughput.report import plot_throughput, read_found
 from page4.experiments.throughput.summary import figures
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig
@@ -68,6 +69,19 @@ def test_a_row_per_arm_length_and_prompt(
 def test_no_prompt_token_comes_from_a_cache(finished: tuple[Path, dict[str, Any]]) -> None:
     assert finished[1]["reused_tokens"] == 0
     assert "; 0 prompt tokens were found in a cache" in (finished[0] / "table.md").read_text()
+
+
+def test_the_figure_can_be_drawn_again_from_the_summary(
+    small: ThroughputConfig, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    config = small.resolve()
+    found = read_found(config, finished[0] / "summary.csv")
+    assert [figure.to_row() for figure in found.values()] == finished[1]["figures"]
+    assert all((figure.change is None) == (figure.arm == "fp16") for figure in found.values())
+    figure = plot_throughput(config, found)
+    assert [axes.get_title() for axes in figure.axes] == [
+        "prefill", "decode", "tokens/step", "MTP acceptance", "step p50", "step p90",
+    ]  # fmt: skip
 
 
 def test_an_arm_emits_what_it_emits_alone(
