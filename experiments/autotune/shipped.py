@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from page4.experiments.strip_plot import Point, plot_strips
 from page4.kernels.tunable import get_tunable
 from page4.kernels.tuning import SHIPPED_FOLDER
 from page4.kernels.tuning_file import TuningFile, read_tuning_file
@@ -32,6 +36,22 @@ def entry_rows(file: TuningFile) -> list[dict[str, str]]:
         }
         for _, entry in sorted(file.entries.items(), key=lambda item: dataclasses.astuple(item[0]))
     ]
+
+
+def plot_gains(files: Sequence[TuningFile]) -> Figure:
+    """Time by rule over the time of the recorded configuration, a row per kernel and a point per entry."""
+    points = [
+        Point(file.kernel.name, f"{file.gpu}, {entry.basis}", entry.default_us / entry.median_us)
+        for file in files
+        for entry in file.entries.values()
+    ]
+    return plot_strips(
+        points,
+        1,
+        "time by rule over time as recorded",
+        "What recorded configurations gain",
+        "a point per entry; at 1 the rule is as fast as what is recorded",
+    )
 
 
 def _words(fields: Any) -> str:

@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from page4.experiments.bench.config import IMPLEMENTATIONS
 from page4.experiments.plots import COLOURS, MARKERS
 from page4.experiments.samples import Row
+from page4.experiments.strip_plot import Point, plot_strips
 
 _COLUMNS = 3
 _ORDER: tuple[str, ...] = IMPLEMENTATIONS
@@ -45,6 +46,26 @@ def plot_roofline(rows: Sequence[Row], title: str) -> Figure:
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
+
+
+def plot_shares(rows: Sequence[Row]) -> Figure:
+    """Share of the copy bandwidth (percent) that the model gets, a row per kernel and a point per shape.
+
+    It is the time of the bytes that cannot be avoided over the median time of a launch. `rows` are as those
+    of `plot_roofline`; of every shape the implementation counts that the model gets.
+    """
+    points = [
+        Point(row["kernel"], row["kv_format"] or "any", 100 * row["floor_fraction"])
+        for row in rows
+        if row["median_us"] is not None and row["chosen"]
+    ]
+    return plot_strips(
+        points,
+        100,
+        "share of the measured copy bandwidth (%)",
+        "What launches reach of the copy bandwidth",
+        "a point per shape; small shapes are bound by latency, warm caches may exceed 100 %",
+    )
 
 
 def _panel(axes: Axes, kernel: str, rows: Sequence[Row], colours: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from page4.experiments.bench.cells import shape_label
 from page4.experiments.bench.figure import plot_roofline
 from page4.experiments.bench.goals import Verdict, judge
+from page4.experiments.markdown import table
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row
 
@@ -49,11 +50,18 @@ def markdown(rows: Sequence[Row], verdicts: Sequence[Verdict], summary: dict[str
         goals.setdefault(id(verdict.row), []).append(verdict.text())
     parts = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
-        lines = [_HEADER, ("---",) * len(_HEADER)]
-        lines += [_cells(row, goals.get(id(row), [])) for row in rows if row["kernel"] == kernel]
-        parts.append(f"**{kernel}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        lines = [_cells(row, goals.get(id(row), [])) for row in rows if row["kernel"] == kernel]
+        parts.append(f"**{kernel}**\n\n" + table(_HEADER, lines))
     parts.append(_notes(summary))
     return "\n\n".join(parts) + "\n"
+
+
+def goals_table(verdicts: Sequence[Verdict]) -> str:
+    """A row per goal and cell that it applies to, as Markdown."""
+    return table(
+        ("kernel", "shape", "implementation", "goal"),
+        [(v.row["kernel"], shape_label(v.row), v.row["implementation"], v.text()) for v in verdicts],
+    )
 
 
 def _cells(row: Row, goals: Sequence[str]) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from page4.experiments.markdown import table
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import cell_label
@@ -25,7 +26,7 @@ _KERNEL_HEADER = (
 
 _GOAL_HEADER = ("step", "what", "goal", "predicted", "verdict")
 
-NOTE = (
+_NOTE = (
     "All times are predicted, none was measured: machine code of Triton 3.6 for sm_70, executed on the "
     "CPU and replayed through a model of a V100 (80 multiprocessors, 1.53 GHz). Against published times "
     "of Triton kernels the model is 0 to 12 % slow for additions of 4 M numbers and more, 15 to 30 % for "
@@ -69,21 +70,31 @@ def markdown(
     rows: Sequence[Row], kernels: Sequence[Row], verdicts: Sequence[Verdict], sampled_requests: int
 ) -> str:
     """The tables, the goals, and what the numbers are."""
-    parts = ["**Attention and merge on a V100, predicted**", _table(_HEADER, map(_cells, rows))]
+    parts = ["**Attention and merge on a V100, predicted**", table(_HEADER, [_cells(row) for row in rows])]
     if kernels:
         parts.append("**Other calls of a step on a V100, predicted**")
-        parts.append(_table(_KERNEL_HEADER, map(_kernel_cells, kernels)))
-    parts.append(NOTE.format(bandwidth=STREAM_BYTES_PER_SECOND / 1e9, sampled=sampled_requests))
+        parts.append(calls_table(kernels))
+    parts.append(note(sampled_requests))
     if verdicts:
         met = sum(verdict.met for verdict in verdicts)
         parts.append(f"**Goals, {met} of {len(verdicts)} met if the predictions hold**")
-        parts.append(_table(_GOAL_HEADER, (verdict.cells() for verdict in verdicts)))
+        parts.append(goals_table(verdicts))
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def note(sampled_requests: int) -> str:
+    """What the numbers are, and how far they can be trusted."""
+    return _NOTE.format(bandwidth=STREAM_BYTES_PER_SECOND / 1e9, sampled=sampled_requests)
+
+
+def calls_table(kernels: Sequence[Row]) -> str:
+    """The calls of a step beside attention, a row each."""
+    return table(_KERNEL_HEADER, [_kernel_cells(row) for row in kernels])
+
+
+def goals_table(verdicts: Sequence[Verdict]) -> str:
+    """A row per goal."""
+    return table(_GOAL_HEADER, [verdict.cells() for verdict in verdicts])
 
 
 def _kernel_cells(row: Row) -> tuple[str, ...]:

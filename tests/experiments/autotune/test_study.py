@@ -16,7 +16,7 @@ from page4.experiments.autotune.compiling import Compiled
 from page4.experiments.autotune.problem import Bench, Candidates, Cell
 from page4.experiments.autotune.problems import PROBLEMS
 from page4.experiments.autotune.record import TRIAL_COLUMNS, Result, record, results, table, trial_rows
-from page4.experiments.autotune.shipped import entry_rows, shipped_files
+from page4.experiments.autotune.shipped import entry_rows, plot_gains, shipped_files
 from page4.experiments.autotune.study import plan_cells, try_all
 from page4.experiments.cli import run as run_command
 from page4.experiments.kernel_cases import attention_copies
@@ -335,6 +335,11 @@ def test_a_folder_is_listed_entry_by_entry(tmp_path: Path) -> None:
     (row,) = entry_rows(file)
     assert "groups 2" in row["call"] and "kv_format e4m3" in row["call"]
     assert (row["configuration"].startswith("splits 2, "), row["us"]) == (True, "6.0")
+    (axes,) = plot_gains([file]).axes
+    (entry,) = file.entries.values()
+    (points,) = [line for line in axes.lines if line.get_label() == "cpu, measured"]
+    assert list(points.get_xdata()) == [entry.default_us / entry.median_us]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [file.kernel.name]
     path.rename(path.with_name("softmax.json"))
     with pytest.raises(InputError, match="'softmax' cannot be tuned"):
         shipped_files(tmp_path)

@@ -8,8 +8,10 @@ import pytest
 
 from page4.experiments.bench.cells import plan_cells
 from page4.experiments.bench.config import BenchConfig
+from page4.experiments.bench.figure import plot_shares
 from page4.experiments.bench.goals import Verdict, judge
 from page4.experiments.bench.measure import COLUMNS
+from page4.experiments.bench.report import goals_table
 
 
 def row(label: str, time: float | None, **changes: Any) -> dict[str, Any]:
@@ -68,3 +70,24 @@ def test_formats_are_compared_within_an_implementation() -> None:
     e4m3 = row(SMALL, 7.0)
     other = row(SMALL.replace("e4m3", "fp16"), 1.0, implementation="triton", chosen=False)
     assert [v.goal.quantity for v in verdicts(e4m3, other)] == ["time"]
+
+
+def test_a_table_has_a_line_per_goal() -> None:
+    lines = goals_table(verdicts(row(SMALL, 9.1), row("index_scores 64 x 4, 256k", None))).splitlines()
+    assert lines[0] == "| kernel | shape | implementation | goal |"
+    assert lines[2] == (
+        "| planned_attention | 1 x 4, 6/1, 32k, 0.9, e4m3 | gluon | <= 7 us: MISSED by 2.1 us (30 %) |"
+    )
+    assert lines[3].endswith(">= 70 % of copy bandwidth: not measured |") and len(lines) == 4
+
+
+def test_shares_are_those_of_what_the_model_gets() -> None:
+    rows = [
+        row(SMALL, 9.1, floor_fraction=0.25),
+        row(SMALL, 20.0, floor_fraction=0.1, implementation="triton", chosen=False),
+        row("index_scores 64 x 4, 256k", 300.0, floor_fraction=0.9),
+        row("index_scores 64 x 4, 256k", None),
+    ]
+    (axes,) = plot_shares(rows).axes
+    points = {line.get_label(): list(line.get_xdata()) for line in axes.lines}  # type: ignore[arg-type]
+    assert (points["e4m3"], points["any"]) == ([25.0], [90.0])
