@@ -2,8 +2,8 @@
 #
 #   STACK=v100    torch 2.10 and triton 3.6, the newest default wheels for a V100 (in .venv-v100)
 #   PYTHON=...    the Python to build the environment with
-#   OUT=...       the folder of `make study` (results/acceptance)
-#   ARGS=...      more options for `page4 acceptance`, for example ARGS="--quick"
+#   OUT=...       the folder of `make study` (results/acceptance) or of `make notebooks` (where they are)
+#   ARGS=...      more options for `page4 acceptance` or notebooks/execute.py, for example ARGS="--quick"
 
 STACK  ?= default
 PYTHON ?= python3
@@ -25,7 +25,7 @@ help:
 	@echo "make test-gpu    run the tests of kernels and of decode steps on a GPU, over every shape and format"
 	@echo "make lint        run ruff and mypy"
 	@echo "make sm70        compile the kernels for a V100 and others, and check their machine code; needs no GPU"
-	@echo "make notebooks   execute the notebooks"
+	@echo "make notebooks   execute the notebooks, so that they show the studies in docs/studies"
 	@echo "make clean       remove the environments and caches; results/ stays"
 	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=FOLDER, ARGS=\"--quick\" (see the Makefile)"
 
@@ -53,7 +53,7 @@ sm70: $(VENV)/.installed .sm70/.installed
 	@$(BIN)/page4 sm70 check
 
 notebooks: $(VENV)/.installed-notebooks
-	@$(BIN)/python notebooks/execute.py
+	@$(BIN)/python notebooks/execute.py $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* .sm70 .cache/sm70 .mypy .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
