@@ -31,7 +31,7 @@ _SMALL = ["lengths=128,256", "num_prompts=2", "resamples=200"]
 _SMALL_ROUNDS = [*_SMALL, "batch_size=2", "rounds_per_prompt=2", "calibration_tokens=128"]
 SMALL_STUDIES = {
     "acceptance_vs_context": [*_SMALL_ROUNDS, "generation_tokens=8"],
-    "formats_and_attribution": _SMALL_ROUNDS,
+    "formats_and_attribution": [*_SMALL_ROUNDS, "groups=place,formats"],
     "quantisation_error": [*_SMALL, "formats=fp16,e4m3,int8", "scored_tokens=64", "calibration_windows=1"],
 }
 """Settings of studies that take seconds on a CPU, by notebook."""
