@@ -251,6 +251,25 @@ def evict(cache: HybridCache) -> None:
     pool.release(pages)
 
 
+def test_a_snapshot_stays_of_use_where_others_took_the_pages_before_it() -> None:
+    """Two compute the same beginning at once; the one whose pages are known leaves first."""
+    cache = small_cache(max_requests=2, max_tokens=128)
+    prefix = prefix_cache(cache, host_groups=8)
+    first, second = Prompt(prefix, cache, TEXT[:65]), Prompt(prefix, cache, TEXT[:65])
+    first.join()
+    second.join()
+    for request in (first, first, second, second, second, second):
+        request.chunk()
+    first.leave()
+    second.leave()
+    pool = cache.tables.pool
+    taken = pool.allocate(pool.free + 2)
+    assert second.chain.key(32) not in prefix.index and second.chain.key(64) in prefix.snapshots
+    pool.release(taken)
+    assert serve(prefix, cache, TEXT[:65]) == 64
+    assert prefix.stats.host_hits == 1
+
+
 def test_a_host_tier_that_is_full_forgets_what_was_used_longest_ago() -> None:
     cache = small_cache(max_requests=1, max_tokens=128)
     prefix = prefix_cache(cache, host_groups=2)

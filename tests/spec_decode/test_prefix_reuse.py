@@ -151,31 +151,33 @@ def test_clients_of_a_preempted_request_get_every_token_once(decoder: Build) -> 
 def test_a_second_time_that_chooses_other_tokens_goes_on_from_what_the_client_has(
     decoder: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if rounding had decided: the first time's third token is changed on its way to the client."""
-    server = Server(decoder(0, max_requests=2, preemption=True, max_tokens=64))
+    """As if rounding had decided: once, a token is changed on its way to the client."""
+    server = Server(decoder(2, max_requests=2, preemption=True, max_tokens=64))
     first, second = (Served(text(20, seed), 30) for seed in range(2))
-    collect = SpeculativeDecoder.collect
+    collect, altered = SpeculativeDecoder.collect, []
 
-    def altered(self: SpeculativeDecoder, step: Any) -> dict[Request, list[int]]:
+    def alter(self: SpeculativeDecoder, step: Any) -> dict[Request, list[int]]:
         emitted = collect(self, step)
         for request, tokens in emitted.items():
-            first_time = server._running.get(request) is second and not second.preemptions
-            if first_time and len(request.emitted) == 3:
-                tokens[0] = request.tokens[-1] = (tokens[0] + 1) % 100
+            if server._running.get(request) is second and len(request.emitted) > 3 and not altered:
+                tokens[-1] = request.tokens[-1] = (tokens[-1] + 1) % 100
+                altered.append(request)
         return emitted
 
-    monkeypatch.setattr(SpeculativeDecoder, "collect", altered)
+    monkeypatch.setattr(SpeculativeDecoder, "collect", alter)
     for request in (first, second):
         server.submit(request)
     while not second.preemptions:
         server.step()
     had = list(second.tokens)
-    assert 3 < len(had) < 30
+    assert altered and len(had) < 30
     server.run()
     assert server.stats.diverged == 1
     assert second.tokens[: len(had)] == had
     ((rest, _),), _ = serve(decoder(0), [[*second.prompt, *had]], 30 - len(had))
     assert second.tokens[len(had) :] == rest, "the continuation of what the client has"
+    # Both lives begin with a step that verifies nothing; the last one may emit more than is wanted.
+    assert 30 <= 2 + sum(count + 1 for count in second.accepted) <= 32
 
 
 def states(decoder: SpeculativeDecoder, request: Request) -> list[Tensor]:
