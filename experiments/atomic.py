@@ -19,4 +19,21 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON atomically; NaN and infinities, which JSON does not have, are a ValueError."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, _to_json(value) + "\n")
+
+
+def _to_json(value: Any, indent: str = "") -> str:
+    """JSON with a line for each record: what holds nothing but scalars stays on its line."""
+    if not isinstance(value, dict | list | tuple):
+        return json.dumps(value, allow_nan=False)
+    parts = list(value.values()) if isinstance(value, dict) else list(value)
+    if not any(isinstance(part, dict | list | tuple) and part for part in parts):
+        return json.dumps(value, allow_nan=False)
+    inner = indent + "  "
+    lines = [_to_json(part, inner) for part in parts]
+    if isinstance(value, dict):
+        # Keys as json.dumps writes them, of numbers and None too.
+        keys = [json.dumps({key: 0}, allow_nan=False)[1:-4] for key in value]
+        lines = [f"{key}: {line}" for key, line in zip(keys, lines, strict=True)]
+    first, last = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{first}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{last}"

@@ -28,7 +28,6 @@ def write_report(
     """
     assert config.lengths is not None
     metrics = summarise(config, layers, logits)
-    scored = {(length, config.scored(length)) for length in config.lengths}
     summary: dict[str, Any] = {
         "study": "quant-error",
         "arms": {
@@ -49,7 +48,6 @@ def write_report(
         "device": config.device,
         "dtype": config.dtype,
         "confidence": config.confidence,
-        "metrics": [m.to_row() for m in metrics.all if (m.place.length, m.place.window) in scored],
     }
     results.write_json("summary.json", summary)
     results.write_csv("summary.csv", [m.to_row() for m in metrics.all], list(METRIC_COLUMNS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -38,7 +39,21 @@ def test_a_failing_write_keeps_the_earlier_content(tmp_path: Path) -> None:
     write_json(target, {"x": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(target, {"x": float("nan")})
-    assert target.read_text() == '{\n  "x": 1\n}\n'
+    assert target.read_text() == '{"x": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, [], None, 1.5, "a", [1, [2, []]], {"rows": [{"x": 1, "y": None}, {"x": {}}], 3: [True], "é\n": ()}],
+)
+def test_json_is_what_the_library_reads(value: object, tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", value)
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads(json.dumps(value))
+
+
+def test_json_has_a_line_for_each_record(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"rows": [{"x": 1, "y": 2}, {"x": 3}]})
+    assert (tmp_path / "a.json").read_text().splitlines()[2] == '    {"x": 1, "y": 2},'
 
 
 def test_the_file_gets_the_mode_of_an_ordinary_file(tmp_path: Path) -> None:
