@@ -1,4 +1,4 @@
-"""KV cache: formats, pages and block tables, index keys, recurrent slots, scales."""
+"""KV cache: formats, pages and block tables, index keys, recurrent slots, scales, prefix reuse."""
 
 from .cache import CacheConfig, CacheGeometry, HybridCache
 from .formats import FORMAT_NAMES, KVFormat, get_format

@@ -174,8 +174,10 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "checkpoint",
         "attention",
         "delta_prefill",
+        "prefix",
         "kv_formats",
         "kv_scale_bytes",
+        "prefix",
     }
 
 
