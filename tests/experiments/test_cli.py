@@ -177,7 +177,6 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "prefix",
         "kv_formats",
         "kv_scale_bytes",
-        "prefix",
     }
 
 
