@@ -45,7 +45,7 @@ def is_own_text(file: Path) -> bool:
     """Text written for this project: neither others' texts nor the checkpoint."""
     texts = ("prompts", "calibrate/texts")
     data = (*(ROOT / "experiments" / folder for folder in texts), ROOT / "model" / "checkpoint")
-    return file.suffix not in (".png", ".safetensors", ".xz") and not any(
+    return file.suffix not in (".png", ".safetensors", ".gz", ".xz") and not any(
         file.is_relative_to(d) for d in data
     )
 
