@@ -483,7 +483,7 @@ def test_default_splits_of_a_v100(
     """Heads first where lists are few; then two programs a multiprocessor, and not just one."""
     case = make_case(requests=1, kv_heads=1, group=group, rows=rows, rows_per_group=rows, dim=256, length=16)
     plan = case.inputs.plan
-    blocks = torch.zeros(requests, 1024, dtype=torch.int32)  # room for 4096 tokens
+    blocks = torch.zeros(requests, 1024, dtype=torch.int32, device=plan.blocks.device)  # room for 4096 tokens
     inputs = replace(
         case.inputs,
         plan=replace(plan, blocks=blocks, masks=blocks, **{
