@@ -48,7 +48,6 @@ def write_report(
                 arm.name: sum(row["arm"] == arm.name for row in degenerate) for arm in config.all_arms
             },
         },
-        "metrics": records,
     }
     results.write_json("summary.json", summary)
     results.write_csv("summary.csv", records, list(METRIC_COLUMNS))

@@ -45,7 +45,6 @@ def write_report(
         "device": measured.device,
         "confidence": measured.confidence,
         "costs_nothing": {c.arm.name: costs_nothing(measured, metrics, c.arm.name) for c in compared},
-        "metrics": records,
     }
     results.write_json("summary.json", summary)
     results.write_csv("summary.csv", records, list(METRIC_COLUMNS))
