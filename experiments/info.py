@@ -11,7 +11,7 @@ import page4.model
 from page4.experiments.capacity.geometry import PUBLIC, load_geometry
 from page4.experiments.provenance import hardware, package_versions
 from page4.kernels.errors import InputError
-from page4.kvcache import FORMAT_NAMES, CacheConfig, get_format
+from page4.kvcache import FORMAT_NAMES, RECOMMENDED, CacheConfig, get_format
 from page4.kvcache.capacity import page_bytes, snapshot_bytes
 from page4.kvcache.pages import PAGE_TOKENS
 from page4.kvcache.prefix_cache import PrefixConfig
@@ -36,6 +36,7 @@ def collect_info() -> dict[str, Any]:
         "delta_prefill": delta_prefill_state(),
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
         "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
+        "recommended_kv_format": RECOMMENDED,
         "prefix": prefix_state(),
     }
 
@@ -151,4 +152,5 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
         for name, size in record["kv_formats"].items()
     )
     lines.append(("KV formats", ", ".join(formats)))
+    lines.append(("recommended of 8 bits", record["recommended_kv_format"]))
     return lines

@@ -82,7 +82,7 @@ class QuantErrorConfig:
     dtype: Literal["float16", "float32"] | None = None
     kernel_configs: Literal["shipped", "defaults"] | Path = "shipped"
     seed: int = 0
-    formats: tuple[str, ...] = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
+    formats: tuple[str, ...] = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
     rules: tuple[ScaleRule, ...] = ("max", "percentile", "mse")
     percent: float = 99.99
     lengths: tuple[int, ...] | None = None

@@ -167,6 +167,7 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
     assert record["kv_formats"]["fp16"] == 2
     assert record["kv_formats"]["e4m3"] == 1
     assert (record["kv_formats"]["int8"], record["kv_scale_bytes"]["int8"]) == (1, 4)
+    assert record["kv_formats"][record["recommended_kv_format"]] == 1
     assert set(record) == {
         "versions",
         "stack",
@@ -177,6 +178,7 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "prefix",
         "kv_formats",
         "kv_scale_bytes",
+        "recommended_kv_format",
     }
 
 

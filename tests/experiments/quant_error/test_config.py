@@ -15,7 +15,7 @@ def test_a_format_with_static_scales_is_an_arm_per_rule() -> None:
     config = QuantErrorConfig(formats=("int8", "e3m4"), rules=("mse", "max"))
     assert config.arms == (Arm("int8", None), Arm("e3m4", "mse"), Arm("e3m4", "max"))
     assert [arm.name for arm in config.arms] == ["int8", "e3m4-mse", "e3m4-max"]
-    assert len(QuantErrorConfig().arms) == 11
+    assert len(QuantErrorConfig().arms) == 14
 
 
 def test_buckets_tile_the_longest_prompts_and_double() -> None:
