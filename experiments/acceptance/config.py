@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import LayerFormats
 from page4.kvcache.layer_formats import draft_format
@@ -149,19 +147,14 @@ class AcceptanceConfig:
     def __post_init__(self) -> None:
         """Refuse what can be refused without looking at the checkpoint, the texts or the device."""
         _check_arms(self.all_arms)
-        if self.lengths is not None:
-            _check_lengths(self.lengths)
+        check_lengths(self.lengths)
         if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
-        for name, low in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise InputError(f"{name} must be at least {low}, got {value}")
+        check_least(self, _LEAST)
         self.sampling(0)
         if not 0 <= self.max_repeated_4grams <= 1:
             raise InputError(f"max_repeated_4grams must be between 0 and 1, got {self.max_repeated_4grams}")
-        if not 0 < self.confidence < 1:
-            raise InputError(f"confidence must lie between 0 and 1, got {self.confidence}")
+        check_confidence(self.confidence)
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -228,9 +221,7 @@ class AcceptanceConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        by_device = {k: v for k, v in self.BY_DEVICE[device].items() if getattr(self, k) is None}
-        return dataclasses.replace(self, device=device, **by_device)
+        return choose_by_device(self, self.BY_DEVICE)
 
 
 _LEAST = {
@@ -263,9 +254,3 @@ def _check_arms(arms: tuple[Arm, ...]) -> None:
                 f"arm {arm.name!r} differs from {arms[0].name!r} in nonce and in formats, so its difference "
                 "would have two causes: give it the same nonce id"
             )
-
-
-def _check_lengths(lengths: tuple[int, ...]) -> None:
-    if not lengths or lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
-        given = ", ".join(map(str, lengths)) or "none"
-        raise InputError(f"lengths must be positive and ascending, got {given}")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from page4.experiments.acceptance.config import AcceptanceConfig
 from page4.experiments.attribution.arms import GROUPS, Condition, check_groups, study_conditions
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 
@@ -110,6 +110,4 @@ class AttributionConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        by_device = {k: v for k, v in self.BY_DEVICE[device].items() if getattr(self, k) is None}
-        return dataclasses.replace(self, device=device, **by_device)
+        return choose_by_device(self, self.BY_DEVICE)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from page4.experiments.config_checks import check_least
 from page4.experiments.kernel_cases import StepShape
 from page4.kernels.errors import InputError
 from page4.kernels.tunable import TUNABLE, get_tunable
@@ -74,9 +75,7 @@ class AutotuneConfig:
         if not self.shapes or not self.kv_formats:
             raise InputError("shapes and kv_formats must each name at least one")
         _ = self.steps  # every shape must be one
-        for name, least in (("seconds", 0), ("replays", 1), ("processes", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(self, {"seconds": 0, "replays": 1, "processes": 0, "seed": 0})
 
     @property
     def kernel_names(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from page4.experiments.config_checks import check_least
 from page4.experiments.kernel_cases import StepShape
 from page4.kernels.errors import InputError
 from page4.kernels.tunable import get_tunable
@@ -78,16 +79,8 @@ class PredictedTuningConfig:
         for name in ("requests", "rows", "heads", "kv_formats"):
             if not getattr(self, name):
                 raise InputError(f"{name} must name at least one value")
-        for name, least in (
-            ("kept_tiles", 1),
-            ("most_blocks", 1),
-            ("most_replayed_requests", 1),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.splits_step < 1:
-            raise InputError(f"splits_step must be at least 1, got {self.splits_step}")
+        positive = ("kept_tiles", "most_blocks", "most_replayed_requests", "splits_step")
+        check_least(self, dict.fromkeys(positive, 1) | {"seed": 0})
         if self.kv_formats[0] in self.followers:
             raise InputError(f"{self.kv_formats[0]} is the first KV format and cannot follow it")
         _ = self.steps  # every shape must be one

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
+from page4.experiments.config_checks import check_least
 from page4.experiments.device import resolve_device
 from page4.kernels.block_plan import MAX_GROUP_ROWS
 from page4.kernels.codecs import check_kv_format
@@ -125,9 +126,7 @@ class BenchConfig:
             raise InputError("formats must name at least one KV format")
         for kv_format in self.formats:
             check_kv_format(kv_format)
-        for name, low in {"seed": 0, "replays": 1, "max_copies": 1, "check_groups": 0, "topk": 1}.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        check_least(self, {"seed": 0, "replays": 1, "max_copies": 1, "check_groups": 0, "topk": 1})
 
     def resolve(self) -> BenchConfig:
         """The same configuration with the device chosen: what a result folder belongs to.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import BACKENDS, check_least, choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 from page4.spec_decode.engine import MAX_DRAFT_TOKENS
@@ -61,9 +60,7 @@ class StepBenchConfig:
                 raise InputError(f"{name} must be positive, got {', '.join(map(str, getattr(self, name)))}")
         if not 0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
-        for name, low in {"seed": 0, "turns": 1, "steps": 1, "prefill_chunk": 1}.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        check_least(self, {"seed": 0, "turns": 1, "steps": 1, "prefill_chunk": 1})
 
     @property
     def tokens_emitted(self) -> int:
@@ -76,6 +73,4 @@ class StepBenchConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        default: Literal["reference", "triton"] = "triton" if device == "cuda" else "reference"
-        return dataclasses.replace(self, device=device, backend=self.backend or default)
+        return choose_by_device(self, BACKENDS)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import BACKENDS, check_least, choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 from page4.kvcache.scale_rules import ScaleRule
@@ -58,16 +56,14 @@ class CalibrateConfig:
     merge: tuple[Path, ...] = ()
 
     QUICK: ClassVar[dict[str, Any]] = {"window": 256, "max_windows": 3}
-    BACKENDS: ClassVar[Mapping[str, Literal["reference", "triton"]]] = {"cpu": "reference", "cuda": "triton"}
 
     def __post_init__(self) -> None:
         """Refuse what can be refused without looking at the checkpoint, the texts or the device."""
         if not get_format(self.kv_format).needs_scale:
             raise InputError(f"KV format {self.kv_format} has no static scales to calibrate")
-        least = {"shingle_words": 1, "window": 2, "max_windows": 0, "prefill_chunk": 1, "shards": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        check_least(
+            self, {"shingle_words": 1, "window": 2, "max_windows": 0, "prefill_chunk": 1, "shards": 1}
+        )
         if not 0 <= self.shard < self.shards:
             raise InputError(
                 f"shard is {self.shard}, expected 0 to {self.shards - 1} of {self.shards} shards"
@@ -83,5 +79,4 @@ class CalibrateConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        return dataclasses.replace(self, device=device, backend=self.backend or self.BACKENDS[device])
+        return choose_by_device(self, BACKENDS)

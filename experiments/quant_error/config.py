@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 from page4.kvcache.scale_rules import ScaleRule
@@ -132,19 +130,11 @@ class QuantErrorConfig:
                 raise InputError(f"{name} must be different and at least one, got {', '.join(values)}")
         for kv_format in self.formats:
             get_format(kv_format)
-        lengths = self.lengths
-        if lengths is not None and (
-            not lengths or lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths))
-        ):
-            raise InputError(f"lengths must be positive and ascending, got {list(lengths)}")
-        for name, low in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise InputError(f"{name} must be at least {low}, got {value}")
+        check_lengths(self.lengths)
+        check_least(self, _LEAST)
         if not 0 < self.percent <= 100:
             raise InputError(f"percent must be above 0 and at most 100, got {self.percent}")
-        if not 0 < self.confidence < 1:
-            raise InputError(f"confidence must lie between 0 and 1, got {self.confidence}")
+        check_confidence(self.confidence)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -181,9 +171,7 @@ class QuantErrorConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        by_device = {k: v for k, v in self.BY_DEVICE[device].items() if getattr(self, k) is None}
-        return dataclasses.replace(self, device=device, **by_device)
+        return choose_by_device(self, self.BY_DEVICE)
 
 
 _LEAST = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from page4.experiments.acceptance.config import Arm
-from page4.experiments.device import resolve_device
+from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
 from page4.experiments.step_timing import most_tokens
 from page4.kernels.errors import InputError
 from page4.kvcache import LayerFormats, get_format
@@ -83,17 +81,11 @@ class ThroughputConfig:
         for arm in self.all_arms:
             LayerFormats(arm.target_format)
             get_format(arm.draft_format)
-        lengths = self.lengths
-        if lengths is not None and (not lengths or any(b <= a for a, b in itertools.pairwise((0, *lengths)))):
-            raise InputError(f"lengths must be positive and ascending, got {lengths}")
+        check_lengths(self.lengths)
         if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
-        for name, low in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise InputError(f"{name} must be at least {low}, got {value}")
-        if not 0 < self.confidence < 1:
-            raise InputError(f"confidence must lie between 0 and 1, got {self.confidence}")
+        check_least(self, _LEAST)
+        check_confidence(self.confidence)
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -118,9 +110,7 @@ class ThroughputConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        device: Literal["cpu", "cuda"] = "cuda" if resolve_device(self.device).type == "cuda" else "cpu"
-        by_device = {k: v for k, v in self.BY_DEVICE[device].items() if getattr(self, k) is None}
-        return dataclasses.replace(self, device=device, **by_device)
+        return choose_by_device(self, self.BY_DEVICE)
 
 
 _LEAST = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+from page4.experiments.config_checks import check_least
 from page4.kernels.block_plan import MAX_GROUP_ROWS
 from page4.kernels.codecs import check_kv_format
 from page4.kernels.errors import InputError
@@ -97,7 +98,5 @@ class PredictConfig:
         for context in (self.context, self.step_context):
             if context < max(self.rows):
                 raise InputError(f"{max(self.rows)} rows do not fit into a context of {context} tokens")
-        for name in ("topk", "sampled_requests", "plain_blocks", "most_replayed_requests", "seed"):
-            low = 0 if name == "seed" else 1
-            if getattr(self, name) < low:
-                raise InputError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        positive = ("topk", "sampled_requests", "plain_blocks", "most_replayed_requests")
+        check_least(self, dict.fromkeys(positive, 1) | {"seed": 0})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from page4.kernels.errors import InputError
+from page4.experiments.config_checks import check_least
 
 SHIPPED_PREDICTIONS = Path(__file__).resolve().parents[3] / "docs" / "studies" / "sm70"  # of a checkout
 
@@ -44,9 +44,7 @@ class ValidateConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        for name, least in (("replays", 1), ("check_groups", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_least(self, {"replays": 1, "check_groups": 1, "seed": 0})
 
     @property
     def folder(self) -> Path:

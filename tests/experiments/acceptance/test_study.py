@@ -28,6 +28,7 @@ from page4.kernels.tuning import active, device_name, triton_version
 from page4.kernels.tuning_file import TuningFile, tuning_path
 from page4.spec_decode import Generation
 from tests.experiments.acceptance.tiny_study import tiny_config, write_checkpoint, write_texts
+from tests.experiments.reporters import Interrupter, Recorder
 
 FILES = {
     "config.yaml",
@@ -50,34 +51,6 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES = ("e4m3", "e5m2", "e3m4", "int8")
 
 SPEEDS = ("prefill", "decode", "step", "generation_decode", "generation_step")
-
-
-class Interrupter:
-    """A reporter that interrupts the study after some cells, as Ctrl-C does."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def start(self, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, description: str = "", steps: int = 1) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
-class Recorder:
-    """A reporter that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.total = self.done = 0
-
-    def start(self, total: int, done: int = 0) -> None:
-        self.total, self.done = total, done
-
-    def advance(self, description: str = "", steps: int = 1) -> None:
-        self.done += steps
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

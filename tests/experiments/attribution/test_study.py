@@ -32,6 +32,7 @@ from page4.kernels.errors import InputError
 from page4.kvcache.intervention import hadamard
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import Request, SpeculativeDecoder
+from tests.experiments.reporters import Interrupter
 
 FILES = {
     "config.yaml",
@@ -211,21 +212,6 @@ def test_a_frozen_choice_in_fp16_changes_nothing(checkpoint: Path, texts: Path, 
     free, frozen = (measurer.rounds(cell) for cell in plan_cells(measured))
     assert [row["accepted"] for row in free] == [row["accepted"] for row in frozen]
     assert {row["arm"] for row in frozen} == {"frozen"}
-
-
-class Interrupter:
-    """A reporter that interrupts the study after some cells, as Ctrl-C does."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def start(self, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, description: str = "", steps: int = 1) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
 
 
 def test_an_interrupted_study_resumes_to_the_same_result(

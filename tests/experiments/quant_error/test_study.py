@@ -24,6 +24,7 @@ from page4.kernels.errors import InputError
 from page4.kvcache import CacheConfig, KVScales, ScalePair
 from page4.kvcache.decoded import decoded_rows
 from page4.model import Qwen4ExpForCausalLM, RowBatch, Segment
+from tests.experiments.reporters import Interrupter
 
 Tiny = Callable[..., QuantErrorConfig]
 FILES = {
@@ -34,21 +35,6 @@ FILES = {
 ARMS = ("fp16", "e4m3-max", "e4m3-percentile", "int8")
 SIX_DIGITS = 5e-6  # what rounding to six digits changes at most, relative
 Finished = tuple[Path, dict[str, Any]]
-
-
-class Interrupter:
-    """A reporter that interrupts the study after some prompts, as Ctrl-C does."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def start(self, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, description: str = "", steps: int = 1) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
 
 
 def rows_of(file: Path) -> list[dict[str, str]]:

@@ -21,6 +21,7 @@ from page4.experiments.throughput.summary import figures
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig
 from tests.experiments.acceptance.tiny_study import LAYERS, write_checkpoint, write_texts
+from tests.experiments.reporters import Interrupter, Recorder
 from tests.oracle.tiny import tiny_dict
 
 
@@ -101,30 +102,16 @@ def test_an_arm_emits_what_it_emits_alone(
 
 
 def test_the_same_command_goes_on(small: ThroughputConfig, tmp_path: Path) -> None:
-    class Interrupted(Exception):
-        pass
-
-    class After:
-        def __init__(self, cells: int) -> None:
-            self.cells = cells
-
-        def start(self, total: int, done: int) -> None:
-            self.done = done
-
-        def advance(self, what: str, amount: int = 1) -> None:
-            self.cells -= 1
-            if self.cells == 0:
-                raise Interrupted
-
     out = tmp_path / "out"
-    with pytest.raises(Interrupted):
-        run(small, out, After(4))
+    with pytest.raises(KeyboardInterrupt):
+        run(small, out, Interrupter(4))
     first = read(out / "samples.csv")
     assert len(first) == 4
-    progress = After(-1)
-    run(small, out, progress)
+    recorder = Recorder()
+    run(small, out, recorder)
     assert read(out / "samples.csv")[:4] == first, "nothing is measured twice"
-    assert progress.done == 3 * 48, "one prompt of three arms was done, another one begun"
+    assert recorder.before == 3 * 48, "one prompt of three arms was done, another one begun"
+    assert recorder.done == recorder.total - 48, "its first arm is not measured again"
 
 
 def row_of(arm: str, prompt: int, **values: Any) -> Row:
