@@ -7,30 +7,23 @@ one, and a sum in another order may be another number, so the model runs in FP32
 from __future__ import annotations
 
 import pytest
-import torch
 
-from page4.experiments.info import CHECKPOINT
-from page4.experiments.prompt_windows import SHIPPED, load_texts
-from page4.experiments.tokenizer import load_tokenizer
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import DecoderConfig, SpeculativeDecoder, calibrate_scales, generate
+from tests.spec_decode.shipped import on_gpu, shipped_model, shipped_texts
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and (CHECKPOINT / "config.json").is_file()),
-    reason="needs a GPU and the shipped checkpoint",
-)
+pytestmark = on_gpu
 SEGMENTS, NEW, PROMPT = 64, 256, 192
 
 
 @pytest.fixture(scope="module")
 def trained() -> Qwen4ExpForCausalLM:
-    return Qwen4ExpForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32, device="cuda")
+    return shipped_model()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(CHECKPOINT)
-    texts = [text.tokens for text in load_texts(SHIPPED, lambda text: list(tokenizer.encode(text).ids))]
+    texts = shipped_texts()
     return [texts[i % len(texts)][500 * i : 500 * i + PROMPT - i % 37] for i in range(SEGMENTS)]
 
 

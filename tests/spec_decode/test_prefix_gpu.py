@@ -11,31 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from page4.experiments.info import CHECKPOINT
-from page4.experiments.prompt_windows import SHIPPED, load_texts
-from page4.experiments.tokenizer import load_tokenizer
 from page4.kvcache.copy_queue import StreamQueue, Ticket
 from page4.kvcache.prefix_cache import PrefixConfig
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import DecoderConfig, SpeculativeDecoder, calibrate_scales, generate
+from tests.spec_decode.shipped import on_gpu, shipped_model, shipped_texts
 
-pytestmark = pytest.mark.skipif(
-    not (torch.cuda.is_available() and (CHECKPOINT / "config.json").is_file()),
-    reason="needs a GPU and the shipped checkpoint",
-)
+pytestmark = on_gpu
 LENGTH, CHANGED, NEW = 30_030, 40, 48
 
 
 @pytest.fixture(scope="module")
 def trained() -> Qwen4ExpForCausalLM:
-    return Qwen4ExpForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32, device="cuda")
+    return shipped_model()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """A prompt, its repeat, and its repeat with a changed suffix."""
-    tokenizer = load_tokenizer(CHECKPOINT)
-    texts = [text.tokens for text in load_texts(SHIPPED, lambda text: list(tokenizer.encode(text).ids))]
+    texts = shipped_texts()
     long = next(text for text in texts if len(text) > LENGTH + CHANGED)
     prompt = list(long[:LENGTH])
     return [prompt, prompt, [*prompt[:-CHANGED], *long[LENGTH : LENGTH + CHANGED]]]
