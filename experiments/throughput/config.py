@@ -12,6 +12,7 @@ from page4.experiments.config_checks import check_confidence, check_least, check
 from page4.experiments.step_timing import most_tokens
 from page4.kernels.errors import InputError
 from page4.kvcache import LayerFormats, get_format
+from page4.kvcache.prefix_cache import PrefixConfig
 from page4.spec_decode.engine import MAX_DRAFT_TOKENS
 
 
@@ -38,6 +39,9 @@ class ThroughputConfig:
         temperature: Of tokens and drafts; text that is sampled at 1 does not loop, greedy text does.
         num_draft_tokens: K, drafts per step.
         prefill_chunk: Prompt tokens per prefill step.
+        prefix_interval: Keep prompts' prefixes for later ones, as a server does, with snapshots so many
+            tokens apart; 0 keeps none. Their nonces keep all prompts from finding one, and a study whose prompt
+            does find one ends with an error.
         calibration_tokens: How much of each prompt's beginning the KV scales are calibrated from.
         resamples: Bootstrap resamples.
         confidence: Coverage of the intervals.
@@ -62,6 +66,7 @@ class ThroughputConfig:
     temperature: float = 1.0
     num_draft_tokens: int = 3
     prefill_chunk: int = 2048
+    prefix_interval: int = 0
     calibration_tokens: int = 512
     resamples: int = 10_000
     confidence: float = 0.95
@@ -86,6 +91,20 @@ class ThroughputConfig:
             raise InputError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
         check_least(self, _LEAST)
         check_confidence(self.confidence)
+        _ = self.prefix
+
+    @property
+    def prefix(self) -> PrefixConfig | None:
+        """What is kept of prompts.
+
+        Raises:
+            InputError: The interval does not fit the prefill chunk.
+        """
+        if not self.prefix_interval:
+            return None
+        config = PrefixConfig(interval=self.prefix_interval)
+        config.check_chunk(self.prefill_chunk)
+        return config
 
     @property
     def all_arms(self) -> tuple[Arm, ...]:
@@ -119,6 +138,7 @@ _LEAST = {
     "steps": 1,
     "temperature": 0,
     "prefill_chunk": 1,
+    "prefix_interval": 0,
     "calibration_tokens": 1,
     "resamples": 100,
     "seed": 0,

@@ -56,16 +56,24 @@ class ArmDecoder:
                 num_draft_tokens=config.num_draft_tokens,
                 prefill_chunk=config.prefill_chunk,
                 max_length=config.max_length,
+                prefix=config.prefix,
             ),
         )
 
     def measure(self, prompt: Sequence[int], seed: int, steps: int | None = None) -> Row:
-        """Prefills and continues a prompt; the numbers of `COLUMNS` but for those that name the row."""
+        """Prefills and continues a prompt; the numbers of `COLUMNS` but for those that name the row.
+
+        Raises:
+            RuntimeError: Some of the prompt came from an earlier one, so that its prefill means nothing.
+        """
         decoder, tokens = self.decoder, len(prompt) - 1  # the first decode step takes the last one
         sampling = SamplingOptions(self.temperature, seed=seed, sample_drafts=self.temperature > 0)
         request = decoder.open(prompt, sampling)
         try:
-            reused = request.computed
+            if reused := request.computed:
+                raise RuntimeError(
+                    f"{reused} tokens of a prompt were found in a cache: its nonce is another's"
+                )
             start = decoder.now()
             while request.computed < tokens:
                 decoder.prefill({request: min(request.computed + decoder.config.prefill_chunk, tokens)})
@@ -78,7 +86,7 @@ class ArmDecoder:
         p50, p90 = np.quantile(timed.seconds, (0.5, 0.9))
         return {
             "reused_tokens": reused,
-            "prefill_tokens": tokens - reused,
+            "prefill_tokens": tokens,
             "prefill_seconds": prefill,
             "steps": len(timed.seconds),
             "step_p50_ms": 1000 * float(p50),

@@ -13,7 +13,7 @@ import torch
 
 from page4.experiments.cli import run as run_command
 from page4.experiments.samples import Row
-from page4.experiments.throughput import ThroughputConfig, run
+from page4.experiments.throughput import ThroughputConfig, run, study
 from page4.experiments.throughput.measure import COLUMNS
 from page4.experiments.throughput.public_layers import public_config, random_model
 from page4.experiments.throughput.report import plot_throughput, read_found
@@ -83,6 +83,31 @@ def test_the_figure_can_be_drawn_again_from_the_summary(
     assert [axes.get_title() for axes in figure.axes] == [
         "prefill", "decode", "tokens/step", "MTP acceptance", "step p50", "step p90",
     ]  # fmt: skip
+
+
+def test_nonces_keep_prompts_from_the_prefixes_that_a_server_keeps(
+    small: ThroughputConfig, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    keeping = dataclasses.replace(small, prefill_chunk=16, prefix_interval=16)
+    assert run(keeping, tmp_path / "out")["reused_tokens"] == 0
+    counted = ("arm", "length", "prompt", "decode_tokens", "accepted")
+    plain = dataclasses.replace(small, prefill_chunk=16)
+    run(plain, tmp_path / "plain")
+    rows = [
+        [[row[name] for name in counted] for row in read(tmp_path / name / "samples.csv")]
+        for name in ("out", "plain")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_prompt_that_is_found_in_a_cache_ends_the_study(
+    small: ThroughputConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one nonce for all, the second of two equal prompts is found."""
+    monkeypatch.setattr(study, "nonce", lambda *of: "The same.\n\n")
+    config = dataclasses.replace(small, prefill_chunk=16, prefix_interval=16, num_prompts=1)
+    with pytest.raises(RuntimeError, match="tokens of a prompt were found in a cache"):
+        run(config, tmp_path / "out")
 
 
 def test_an_arm_emits_what_it_emits_alone(
@@ -183,6 +208,7 @@ def test_a_random_model_is_finite_and_the_seeds() -> None:
         (["arms=[]"], "arms must be at least one"),
         (["lengths=8,4"], "lengths must be positive and ascending"),
         (["steps=0"], "steps must be at least 1, got 0"),
+        (["prefix_interval=100"], "the snapshot interval is 100, expected a multiple of prefill_chunk, 2048"),
     ],
 )
 def test_bad_settings_get_one_line_and_no_folder(
