@@ -40,7 +40,7 @@ class ThroughputConfig:
         num_draft_tokens: K, drafts per step.
         prefill_chunk: Prompt tokens per prefill step.
         prefix_interval: Keep prompts' prefixes for later ones, as a server does, with snapshots so many
-            tokens apart; 0 keeps none. Their nonces keep all prompts from finding one, and a study whose prompt
+            tokens apart; 0 keeps none. Their nonces keep all prompts from finding one; a study whose prompt
             does find one ends with an error.
         calibration_tokens: How much of each prompt's beginning the KV scales are calibrated from.
         resamples: Bootstrap resamples.
