@@ -82,7 +82,7 @@ class BenchConfig:
     heads: tuple[tuple[int, int], ...] = ((24, 2), (6, 1))
     contexts: tuple[int, ...] = (32768, 2048, 8192, 131072, 262144)
     overlaps: tuple[float, ...] = (0.9, 0.5, 1.0)
-    formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "int8")
+    formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "e2m5", "int8")
     prepare_rows: tuple[int, ...] = (8192,)
     prefill_lengths: tuple[int, ...] = (8192, 32768)
     head_dim: int = 256
