@@ -124,7 +124,7 @@ def require_numba(command: str) -> None:
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        raise InputError(f"{command} needs numba: pip install 'page4[sm70]'") from error
+        raise InputError(f"{command} needs numba: in the repository, pip install -e '.[sm70]'") from error
 
 
 @app.callback()

@@ -12,7 +12,8 @@ from page4.experiments.gated_delta_cases import delta_bytes
 from page4.experiments.kernel_cases import PrepareInputs, ScoreInputs, StepShape
 from page4.experiments.samples import Row
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction.cells import CELL_COLUMNS, cell_of
+from page4.experiments.sm70.prediction.cells import cell_of
+from page4.experiments.sm70.prediction.columns import STEP_KERNEL_COLUMNS
 from page4.experiments.sm70.prediction.config import PredictConfig, StepKernel
 from page4.experiments.sm70.predictor.call import own_storages
 from page4.experiments.sm70.predictor.call_digest import call_digest
@@ -26,24 +27,6 @@ from page4.kernels.mtp_verify_triton import verify_triton
 from page4.kernels.qsa_configs import prepare_config, scores_config
 from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
 
-KEY = ("kernel", *CELL_COLUMNS)
-COLUMNS: dict[str, type] = {
-    "kernel": str,
-    **CELL_COLUMNS,
-    "context": int,
-    "status": str,  # predicted; refused; failed
-    "launches": str,  # microseconds of each, or why there is no time
-    "predicted_us": float,
-    "floor_us": float,
-    "floor_fraction": float,  # floor_us / predicted_us
-    "bound": str,  # of the longest launch, as all below
-    "registers": int,
-    "spills": int,
-    "blocks": int,
-    "emulated_blocks": int,
-    "seconds": float,
-    "code": str,  # digest of what is launched: the row counts until that changes
-}
 _PLAN_ENTRY_BYTES = 8  # a block and a mask
 _MOST_BLOCKS = 1024  # all of a request's: verification goes on with what they found
 
@@ -152,7 +135,7 @@ def floor_bytes(kernel: StepKernel, shape: StepShape) -> int:
 
 def row_of(kernel: StepKernel, shape: StepShape) -> Row:
     """A row without a time yet."""
-    empty: Row = {name: "" if kind is str else None for name, kind in COLUMNS.items()}
+    empty: Row = {name: "" if kind is str else None for name, kind in STEP_KERNEL_COLUMNS.items()}
     return empty | cell_of(shape) | {"kernel": kernel, "context": shape.context}
 
 

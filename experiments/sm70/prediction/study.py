@@ -14,12 +14,17 @@ from page4.experiments.progress import Reporter, Silent
 from page4.experiments.results import ResultFolder
 from page4.experiments.samples import Row, SampleStore
 from page4.experiments.sm70.compiling import Compiler
-from page4.experiments.sm70.prediction import step_kernels
 from page4.experiments.sm70.prediction.attention import FAILURES, attention_digest, predict_attention
 from page4.experiments.sm70.prediction.cells import cell_label, cell_of, plan_cells
+from page4.experiments.sm70.prediction.columns import (
+    ATTENTION_COLUMNS,
+    ATTENTION_KEY,
+    STEP_KERNEL_COLUMNS,
+    STEP_KERNEL_KEY,
+)
 from page4.experiments.sm70.prediction.config import Implementation, PredictConfig, StepKernel
 from page4.experiments.sm70.prediction.report import write_report
-from page4.experiments.sm70.prediction.rows import COLUMNS, KEY, predicted_row, row_without_time
+from page4.experiments.sm70.prediction.rows import predicted_row, row_without_time
 from page4.experiments.sm70.prediction.step_kernels import (
     key_of,
     plan_step_kernels,
@@ -61,8 +66,8 @@ def run(
     """
     progress = progress or Silent()
     with use_configurations(config.kernel_configs) as configurations, ResultFolder(out, config) as results:
-        rows = results.samples(COLUMNS, KEY, "predictions.csv")
-        kernels = results.samples(step_kernels.COLUMNS, step_kernels.KEY, "kernels.csv")
+        rows = results.samples(ATTENTION_COLUMNS, ATTENTION_KEY, "predictions.csv")
+        kernels = results.samples(STEP_KERNEL_COLUMNS, STEP_KERNEL_KEY, "kernels.csv")
         steps = list(itertools.product(plan_cells(config), config.implementations))
         calls = plan_step_kernels(config)
         codes = {(*cell_of(step).values(), name): code_of(step, name) for step, name in steps}

@@ -8,8 +8,8 @@ from pathlib import Path
 from page4.experiments.config import load_config
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row, read_samples
-from page4.experiments.sm70.prediction import rows, step_kernels
 from page4.experiments.sm70.prediction.cells import CELL_COLUMNS
+from page4.experiments.sm70.prediction.columns import ATTENTION_COLUMNS, STEP_KERNEL_COLUMNS
 from page4.experiments.sm70.prediction.config import PredictConfig
 from page4.experiments.sm70.validation.config import ValidateConfig
 from page4.kernels.errors import InputError
@@ -60,9 +60,9 @@ def read_predictions(config: ValidateConfig) -> Predictions:
             and (not config.kv_formats or row["kv_format"] in config.kv_formats)
         )
 
-    attention = read_samples(folder / "predictions.csv", rows.COLUMNS)
+    attention = read_samples(folder / "predictions.csv", ATTENTION_COLUMNS)
     file = folder / "kernels.csv"
-    calls = read_samples(file, step_kernels.COLUMNS) if file.is_file() else []
+    calls = read_samples(file, STEP_KERNEL_COLUMNS) if file.is_file() else []
     return Predictions(
         load_config(PredictConfig, folder / "config.yaml"),
         [row for row in attention if wanted(row)],

@@ -5,14 +5,15 @@ from __future__ import annotations
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import cell_of
+from page4.experiments.sm70.prediction.columns import ATTENTION_COLUMNS
 from page4.experiments.sm70.prediction.config import Implementation
-from page4.experiments.sm70.prediction.rows import COLUMNS, row_without_time
+from page4.experiments.sm70.prediction.rows import row_without_time
 
 
 def predicted(shape: StepShape, implementation: Implementation, us: float, floor_us: float = 20.0) -> Row:
     """A row with a time."""
     usual = {bool: False, int: 1, float: 0.5, str: "-"}
-    row: Row = {name: usual[kind] for name, kind in COLUMNS.items()}
+    row: Row = {name: usual[kind] for name, kind in ATTENTION_COLUMNS.items()}
     return (
         row
         | cell_of(shape)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,14 @@ def test_without_a_gpu_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
         assert run_command(["sm70", "validate", *options]) == 2
         expected = "page4: page4 sm70 validate measures on a V100, and PyTorch sees no GPU\n"
         assert capsys.readouterr().err == expected
+
+
+def test_measurements_and_what_shows_predictions_need_no_numba() -> None:
+    """It comes with the extra of those who predict; a V100's owner and the notebooks do without."""
+    modules = ("validation.study", "prediction.columns", "prediction.figure", "prediction.report")
+    imports = "; ".join(f"import page4.experiments.sm70.{module}" for module in modules)
+    program = f"import sys; sys.modules['numba'] = None; {imports}"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_another_gpu_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
