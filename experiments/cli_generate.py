@@ -36,9 +36,13 @@ def generate(
     ] = None,
     scales: Scales = None,
     allow_unit_target_scales: AllowUnit = False,
-    drafts: Annotated[int | None, typer.Option("-K", "--drafts", help="Drafted tokens per step.")] = None,
+    drafts: Annotated[
+        int | None, typer.Option("-K", "--drafts", help="Drafted tokens per step; 3 by default.")
+    ] = None,
     no_spec: Annotated[bool, typer.Option("--no-spec", help="Decode without speculation.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option("-n", "--max-new-tokens")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-new-tokens", help="128 by default.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0, the default, is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0: all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most probable of this mass; 1: all.")] = None,

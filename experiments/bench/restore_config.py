@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from page4.experiments.config_checks import BACKENDS, check_least, choose_by_device
+from page4.experiments.config_checks import check_least, choose_by_device
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 from page4.kvcache.prefix_cache import PrefixConfig
@@ -19,8 +21,9 @@ class RestoreBenchConfig:
 
     Attributes:
         public_layers: the first so many layers of the public checkpoint's geometry and its MTP head, with
-            random weights: times mean something, text does not. 0: a checkpoint.
-        model: folder of the checkpoint, with `public_layers` 0; the shipped one by default.
+            random weights: times mean something, text does not. 0: a checkpoint. By default 8 on a GPU
+            unless there is a `model`, and 0 on a CPU.
+        model: folder of the checkpoint, without `public_layers`; the shipped one by default.
         device: ``auto`` takes a GPU when there is one.
         backend: ``reference`` or ``triton``; by default what the device has.
         kernel_configs: as for the other benches.
@@ -37,7 +40,7 @@ class RestoreBenchConfig:
         steps: timed decode steps of a turn.
     """
 
-    public_layers: int = 8
+    public_layers: int | None = None
     model: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["reference", "triton"] | None = None
@@ -64,6 +67,10 @@ class RestoreBenchConfig:
         "turns": 1,
         "steps": 4,
     }
+    BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
+        "cpu": {"backend": "reference", "public_layers": 0},
+        "cuda": {"backend": "triton", "public_layers": 8},
+    }
 
     def __post_init__(self) -> None:
         """Refuse what can be refused without the model."""
@@ -87,12 +94,13 @@ class RestoreBenchConfig:
         return max(self.length + 1, self.other_length + emitted)
 
     def resolve(self) -> RestoreBenchConfig:
-        """The same configuration with the device and the backend chosen.
+        """The same configuration with every choice made: what a result folder belongs to.
 
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        return choose_by_device(self, BACKENDS)
+        given = self if self.model is None else dataclasses.replace(self, public_layers=0)
+        return choose_by_device(given, self.BY_DEVICE)
 
 
 _COUNTS = (

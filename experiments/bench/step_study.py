@@ -39,7 +39,7 @@ def run(config: StepBenchConfig, out: Path, progress: Reporter | None = None) ->
         InputError: The checkpoint, the texts, the configuration or the folder cannot be used.
     """
     config = config.resolve()
-    assert config.backend is not None
+    assert config.backend is not None and config.lengths is not None and config.batches is not None
     progress = progress or Silent()
     folder = config.model or CHECKPOINT
     tokenizer = load_tokenizer(folder)

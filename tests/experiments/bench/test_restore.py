@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from page4.experiments import config_checks
 from page4.experiments.bench import restore_measure, restore_study
 from page4.experiments.bench.restore_config import RestoreBenchConfig
 from page4.experiments.bench.restore_study import run
@@ -98,6 +99,21 @@ def test_what_cannot_be_measured_is_refused(
     with pytest.raises(InputError, match=message):
         run(small(checkpoint, **change), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cpu_restores_prefixes_of_a_checkpoint_by_default() -> None:
+    assert RestoreBenchConfig(device="cpu").resolve().public_layers == 0
+    assert RestoreBenchConfig(device="cpu", public_layers=2).resolve().public_layers == 2
+    assert RestoreBenchConfig.BY_DEVICE["cuda"]["public_layers"] == 8
+
+
+def test_a_checkpoint_takes_the_place_of_random_layers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a GPU, whose default they are."""
+    monkeypatch.setattr(config_checks, "resolve_device", lambda name: torch.device("cuda"))
+    assert RestoreBenchConfig(model=checkpoint).resolve().public_layers == 0
+    assert RestoreBenchConfig().resolve().public_layers == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -115,6 +115,14 @@ def test_wrong_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_cpu_gets_few_steps_and_a_gpu_many() -> None:
+    chosen = StepBenchConfig(device="cpu").resolve()
+    assert (chosen.lengths, chosen.batches, chosen.backend) == ((1024, 4096), (1, 4), "reference")
+    given = StepBenchConfig(device="cpu", lengths=(16,), batches=(2,)).resolve()
+    assert (given.lengths, given.batches) == ((16,), (2,)), "what was asked for stays"
+    assert StepBenchConfig.BY_DEVICE["cuda"]["lengths"][-1] == 32000
+
+
 def test_windows_are_different_places_of_the_texts() -> None:
     texts = [list(range(100)), list(range(200, 260)), list(range(300, 310))]
     found = windows(texts, 20, 8, seed=0)
