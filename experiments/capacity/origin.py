@@ -1,8 +1,9 @@
 """Accounts of the capacity that the origin reported for E4M3: what each way of counting would give.
 
-The origin served the public checkpoint on four ranks with K = 3 and reported 433,401 tokens of KV capacity in
-FP16 and 775,096 in E4M3, without a breakdown. What a request needs beside its pages is the same in both
-formats, so whatever is counted there brings the quotient of two such capacities down.
+The origin, the serving stack in the README's question, served the public checkpoint on four ranks with K = 3
+and reported 433,401 tokens of KV capacity in FP16 and 775,096 in E4M3, without a breakdown. What a request
+needs beside its pages is the same in both formats, so whatever is counted there brings the quotient of two
+such capacities down.
 """
 
 from __future__ import annotations

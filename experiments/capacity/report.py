@@ -99,8 +99,8 @@ def _open(requests: int) -> str:
 
 def _origin(origin: dict[str, Any]) -> list[str]:
     lines = [
-        f"**Where the origin's x{origin['reported_quotient']:.3f} can come from** ({RANKS} ranks, "
-        f"K = {DRAFTS}, requests of {CONTEXT:,} tokens, one rank):",
+        f"**Where the serving stack's x{origin['reported_quotient']:.3f} (README, *The question*) can "
+        f"come from** ({RANKS} ranks, K = {DRAFTS}, requests of {CONTEXT:,} tokens, one rank):",
         "",
         "| counted | FP16, bytes/token | E4M3, bytes/token | a request beside, MiB | E4M3 over FP16 |",
         "| --- | --- | --- | --- | --- |",
@@ -119,7 +119,7 @@ def _origin(origin: dict[str, Any]) -> list[str]:
         f"rest follows if a request keeps {origin['needed_over_exact_state']:.2f} times the exact state "
         "(copies for prefix reuse, layers padded to equal groups, pages as large as a state), or if the E4M3 "
         f"arm had {100 * origin['smaller_pool']:.1f} % less memory for its cache (an FP32 workspace of "
-        "attention). The origin gives no breakdown, so which of them it was cannot be told. With equal state "
+        "attention). The stack gave no breakdown, so which of them it was cannot be told. With equal state "
         f"in both arms, its FP16 figure means a pool of {origin['pool_bytes'] / GIB:.2f} GiB a rank.",
     ]
 

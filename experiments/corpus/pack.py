@@ -116,6 +116,8 @@ def load(folder: Path, workers: int = 8) -> PackedData:
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
+    except FileNotFoundError as error:
+        raise InputError(f"{folder} holds no packed corpus: build one with page4 corpus") from error
     except (OSError, json.JSONDecodeError) as error:
         raise InputError(f"{folder} holds no packed corpus: meta.json {error}") from error
     with ProcessPoolExecutor(workers) as pool:

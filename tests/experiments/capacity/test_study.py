@@ -123,7 +123,7 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
     files = {file.name for file in out.iterdir()}
     assert files >= {"capacity.csv", "capacity.png", "table.md", "config.yaml", "provenance.json"}
     table = (out / "table.md").read_text()
-    assert "| 4 | e4m3 | 7,488 |" in table and "Where the origin's x1.788 can come from" in table
+    assert "| 4 | e4m3 | 7,488 |" in table and "the serving stack's x1.788" in table
     with (out / "capacity.csv").open() as file:
         written = list(csv.DictReader(file))
     config = CapacityConfig()

@@ -46,6 +46,11 @@ def test_tokens_of_another_build_are_refused(packed: Path) -> None:
         load(packed, workers=1)
 
 
+def test_a_missing_corpus_is_told_how_to_get(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no packed corpus: build one with page4 corpus"):
+        load(tmp_path)
+
+
 def test_a_damaged_part_is_refused(packed: Path) -> None:
     (packed / "held_out.xz").write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"held_out\.xz"):
