@@ -106,13 +106,24 @@ class DecodeState:
             )
         return self._distributions
 
-    def move_lanes(self, moves: list[tuple[int, int]]) -> None:
-        """Takes the distributions of requests along to new lanes, all at once: pairs of old and new lane."""
-        if self._distributions is None or not moves:
+    def assign_lanes(self, moves: list[tuple[int, int]], begun: list[int]) -> None:
+        """Takes the distributions of requests along to new lanes, and gives those that begin none.
+
+        Steps in which nobody samples drafts write no distributions. So what an earlier request has left in a
+        lane would pass for that of drafts that are none of its samples.
+
+        Args:
+            moves: pairs of old and new lane, moved all at once.
+            begun: lanes of requests that were in no lane before.
+        """
+        if self._distributions is None:
             return
-        old, new = (self._on_device(torch.tensor(lanes)) for lanes in zip(*moves, strict=True))
-        for part in _parts(self._distributions):
-            part.index_copy_(0, new, part.index_select(0, old))
+        if moves:
+            old, new = (self._on_device(torch.tensor(lanes)) for lanes in zip(*moves, strict=True))
+            for part in _parts(self._distributions):
+                part.index_copy_(0, new, part.index_select(0, old))
+        if begun:
+            self._distributions.scale.index_fill_(0, self._on_device(torch.tensor(begun)), 0.0)
 
     def _split(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens, computed, read_slots, history = values.split(self._widths, dim=1)

@@ -365,11 +365,13 @@ class SpeculativeDecoder:
             else:
                 waiting.append(request)
         free = (lane for lane in range(lanes) if held[lane] is None)
-        moves = []
+        moves, begun = [], []
         for request, lane in zip(waiting, free, strict=False):
             held[lane] = request
             if request in before:
                 moves.append((before[request], lane))
-        self.state.move_lanes(moves)
+            else:
+                begun.append(lane)
+        self.state.assign_lanes(moves, begun)
         self._lanes = held
         return held[:lanes]

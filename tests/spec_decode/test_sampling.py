@@ -103,6 +103,27 @@ def test_a_requests_tokens_do_not_depend_on_its_batch(
     assert [r.tokens for r in served] == [t[: NEW - 3 * i] for i, t in enumerate(alone)]
 
 
+def test_drafts_that_nobody_sampled_are_not_judged_by_an_earlier_requests_distribution(
+    model: Qwen4ExpForCausalLM, decoder: Build
+) -> None:
+    """In its lane one sampled drafts before; nobody does while it drafts; then somebody does beside it."""
+    sampled = SamplingOptions(1.0, seed=1, sample_drafts=True)
+    prompts = [safe_prompt(model, length, 24) for length in (17, 30, 26)]
+    for seed in range(4):
+        options = SamplingOptions(1.0, seed=seed)
+        alone = one(decoder(3), prompts[1], options)
+        server = Server(decoder(3, max_requests=2))
+        server.submit(Served(prompts[0], NEW, sampling=sampled))
+        server.run()
+        judged = Served(prompts[1], NEW, sampling=options)
+        server.submit(judged)
+        while not judged.tokens:
+            server.step()
+        server.submit(Served(prompts[2], NEW, sampling=sampled))
+        server.run()
+        assert judged.tokens == alone
+
+
 def test_the_seed_decides_and_drafts_do_not_share_its_noise(
     model: Qwen4ExpForCausalLM, decoder: Build
 ) -> None:
