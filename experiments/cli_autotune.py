@@ -59,16 +59,17 @@ def _predict(
     quick: bool,
     as_json: bool,
 ) -> None:
-    from page4.experiments.autotune.predicted_config import PredictedTuningConfig
-    from page4.experiments.autotune.predicted_study import run
     from page4.experiments.cli_sm70 import require_numba
-    from page4.experiments.cli_study import result_folder, run_study
-    from page4.experiments.config import load_config
     from page4.kernels.errors import InputError
 
     if target != "sm70":
         raise InputError(f"--target predicts for sm70 (a V100), got {target!r}")
     require_numba("page4 autotune --target sm70")
+    from page4.experiments.autotune.predicted_config import PredictedTuningConfig
+    from page4.experiments.autotune.predicted_study import run
+    from page4.experiments.cli_study import result_folder, run_study
+    from page4.experiments.config import load_config
+
     kernels = None if kernel == "all" else (kernel,)
     config = load_config(
         PredictedTuningConfig, config_file, overrides or [], quick=quick, seed=seed, kernels=kernels

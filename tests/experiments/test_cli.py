@@ -44,6 +44,19 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptance, "run", study)
 
 
+@pytest.mark.parametrize("command", ["sm70 predict", "autotune --target sm70"])
+def test_who_predicts_is_told_to_install_numba(command: str) -> None:
+    program = (
+        "import sys; sys.modules['numba'] = None; from page4.experiments.cli import run;"
+        f"sys.exit(run({command.split()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"page4: page4 {command} needs numba: in the repository, pip install -e '.[sm70]'"
+    ]
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "-h"] for command in COMMANDS)])
 def test_help_is_not_an_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 0
