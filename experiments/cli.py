@@ -32,6 +32,7 @@ app = typer.Typer(
     name="page4",
     help="8-bit KV caches for Qwen4Exp sparse attention with MTP speculative decoding, measured.",
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph, whatever the terminal's width
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
