@@ -109,6 +109,8 @@ def _read(prompt: str) -> str:
     Raises:
         InputError: It is not UTF-8.
     """
+    if prompt == "-" and sys.stdin.isatty():
+        print("page4: type a text to continue, then Ctrl-D on a new line", file=sys.stderr)
     data = sys.stdin.buffer.read() if prompt == "-" else Path(prompt).read_bytes()
     try:
         return data.decode("utf-8")

@@ -85,6 +85,18 @@ def test_the_command_streams_and_ends_with_json(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == record["tokens"]
 
 
+def test_who_types_the_text_is_told_how_to_end_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8")
+    monkeypatch.setattr(stdin, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert run(["generate"]) == 2, "what was typed is no UTF-8, so nothing is computed"
+    hint, refusal = capsys.readouterr().err.splitlines()
+    assert hint == "page4: type a text to continue, then Ctrl-D on a new line"
+    assert "standard input is not UTF-8" in refusal
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
