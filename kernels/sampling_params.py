@@ -11,7 +11,8 @@ from torch import Tensor
 
 from page4.kernels.errors import InputError
 
-MIN_TEMPERATURE = 1e-4  # below it, logits times the scale leave FP32's useful range
+# Beyond these, logits times the scale leave FP32's useful range; far above, the scale would be 0: greedy.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class SamplingParams:
         Without ``draft_temperature`` drafts are greedy, without a filter it is off, and seeds are 0.
 
         Raises:
-            InputError: lists of different lengths, a temperature that is neither 0 nor at least 1e-4, a
+            InputError: lists of different lengths, a temperature that is neither 0 nor 1e-4 to 1e4, a
                 ``top_k`` below 0, a ``top_p`` outside (0, 1], a ``min_p`` outside [0, 1], or a seed that
                 does not fit int64.
         """
@@ -69,8 +70,10 @@ class SamplingParams:
             if len(values) != count:
                 raise InputError(f"{name} has {len(values)} values for {count} temperatures")
         for t in (*temperature, *drafts):
-            if not (t == 0 or MIN_TEMPERATURE <= t < math.inf):
-                raise InputError(f"temperature is {t}, expected 0 (greedy) or at least {MIN_TEMPERATURE}")
+            if not (t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE):
+                raise InputError(
+                    f"temperature is {t}, expected 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+                )
         for k in ks:
             if not 0 <= k < 2**31:
                 raise InputError(f"top_k is {k}, expected 0 (off) or a number of tokens")

@@ -28,6 +28,8 @@ def test_one_sampled_draft_needs_distributions() -> None:
     [
         ({"temperature": [-1.0]}, "temperature is -1.0"),
         ({"temperature": [1e-5]}, "temperature is 1e-05"),
+        ({"temperature": [1e5]}, r"temperature is 100000.0, expected 0 \(greedy\) or 0.0001 to 10000"),
+        ({"temperature": [1e300]}, "temperature is 1e.300"),
         ({"temperature": [math.nan]}, "temperature is nan"),
         ({"temperature": [math.inf]}, "temperature is inf"),
         ({"draft_temperature": [-0.5]}, "temperature is -0.5"),
