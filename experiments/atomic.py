@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from page4.kernels.atomic import atomic_path
+from page4.kernels.atomic import atomic_path, is_leftover, remove_leftovers
 
-__all__ = ["atomic_path", "write_json", "write_text"]
+__all__ = ["atomic_path", "is_leftover", "remove_leftovers", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 import yaml
 
 from page4.experiments.config_types import convert_text, convert_value, describe_value, type_options
+from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 
 
@@ -87,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InputError(f"cannot read the configuration {file}: {reason}") from error

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
+from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 
 
@@ -27,11 +28,11 @@ def convert_text(text: Any, hint: Any, where: str) -> Any:
     options = type_options(hint)
     takes_list = any(typing.get_origin(option) in (list, tuple) for option in options)
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
         if value is None and type(None) in options:
             return None
         if takes_list and not isinstance(value, list):
-            value = [yaml.safe_load(part) for part in text.split(",")] if text else []
+            value = [parse_yaml(part) for part in text.split(",")] if text else []
         elif str in options and not isinstance(value, str):
             value = text
     except yaml.YAMLError as error:
@@ -96,7 +97,7 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         if not math.isfinite(number):
             raise InputError(f"{where} must be finite, got {value}")
         return number
-    if hint is Path and isinstance(value, (str, Path)):
+    if hint is Path and isinstance(value, (str, Path)) and "\0" not in str(value):
         return Path(value)
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value

@@ -10,11 +10,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from page4.experiments.atomic import atomic_path, write_json, write_text
+from page4.experiments.atomic import atomic_path, is_leftover, remove_leftovers, write_json, write_text
 from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
 from page4.experiments.png import with_palette
 from page4.experiments.provenance import collect_provenance, now
 from page4.experiments.samples import SampleStore, to_csv
+from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 from page4.kernels.folder_lock import lock_folder
 
@@ -64,6 +65,7 @@ class ResultFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._acquire_lock()
         try:
+            remove_leftovers(self.path)
             if not self._check_owner():  # another process may have taken the folder in between
                 write_json(self.path / INPUTS_FILE, self.inputs)
                 text = yaml.safe_dump(config_to_dict(self.config), sort_keys=False)
@@ -129,8 +131,10 @@ class ResultFolder:
         if not file.exists():
             return []
         try:
-            runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"]
-        except (ValueError, TypeError, KeyError) as error:
+            runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
+            if not isinstance(runs, list):
+                raise TypeError("runs are a list")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{file} is not the record of a study; give --out another folder") from error
         return runs
 
@@ -139,14 +143,14 @@ class ResultFolder:
         file = self.path / CONFIG_FILE
         if not file.exists():
             others = list(self.path.iterdir()) if self.path.exists() else []
-            if any(item.name not in (LOCK_FILE, INPUTS_FILE) for item in others):
+            if any(item.name not in (LOCK_FILE, INPUTS_FILE) and not is_leftover(item) for item in others):
                 raise InputError(
                     f"{self.path} is not empty and holds no {CONFIG_FILE}; give --out a new folder"
                 )
             return False
         try:
-            config = yaml.safe_load(file.read_text(encoding="utf-8"))
-            inputs = yaml.safe_load((self.path / INPUTS_FILE).read_text(encoding="utf-8"))
+            config = parse_yaml(file.read_text(encoding="utf-8"))
+            inputs = parse_yaml((self.path / INPUTS_FILE).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise InputError(f"{self.path} holds no readable {CONFIG_FILE} and {INPUTS_FILE}") from error
         differing = _differing_keys(config, config_to_dict(self.config)) + _differing_keys(

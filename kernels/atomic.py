@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` that takes the name `path` when the block ends normally.
 
     The temporary file keeps the suffix, so that libraries that choose a format by it work. It is removed when
-    the block raises, and `path` keeps its earlier content then.
+    the block raises, and `path` keeps its earlier content then. A process that is killed leaves it behind:
+    :func:`is_leftover` knows it.
+
+    Raises:
+        OSError: it cannot be written; the error names `path` where the system names nothing (a full disk).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    prefix = f".{path.stem}{_MARK}"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -26,8 +32,28 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_MARK = ".partial-"
+_LEFTOVER = re.compile(rf"\..+{re.escape(_MARK)}[a-z0-9_]{{8}}(\.\w+)?")
+
+
+def is_leftover(file: Path) -> bool:
+    """Whether a file is one that :func:`atomic_path` was writing, by its name."""
+    return _LEFTOVER.fullmatch(file.name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed processes were writing to a folder that nobody else writes to now."""
+    for file in folder.iterdir():
+        if is_leftover(file):
+            file.unlink()
 
 
 def _umask() -> int:

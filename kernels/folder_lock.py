@@ -17,7 +17,7 @@ def lock_folder(file: Path, busy: str) -> IO[str]:
     Raises:
         InputError: another process holds it; the message is `busy`.
     """
-    lock = file.open("w")
+    lock = file.open("a")  # whatever is there under this name stays
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

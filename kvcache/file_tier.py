@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,19 +14,21 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from page4.kernels.atomic import atomic_path
+from page4.kernels.atomic import atomic_path, is_leftover, remove_leftovers
 from page4.kernels.errors import InputError
 from page4.kernels.folder_lock import lock_folder
 
 from .prefix_chain import Key
+from .strict_json import parse_json
+from .tensor_file import save_tensors
 
 VERSION = "1"
 IDENTITY_FILE = "identity.json"
 _LOCK_FILE = "lock"
 _TENSOR = "group"
+_GROUP = re.compile(r"([0-9a-f]{64})\.safetensors")
 
 
 class FileTier:
@@ -44,23 +49,22 @@ class FileTier:
         self.corrupt = 0
         """Files that were found damaged, and removed."""
         self.bytes_written = self.bytes_read = 0
-        if folder.exists() and not folder.is_dir():
+        if os.path.lexists(folder) and not folder.is_dir():
             raise InputError(f"{folder} is a file, expected a folder of a prefix cache")
         folder.mkdir(parents=True, exist_ok=True)
-        strange = [f.name for f in folder.iterdir() if not _ours(f)]
-        if strange and not (folder / IDENTITY_FILE).exists():
-            raise InputError(f"{folder} holds {strange[0]} and no prefix cache: name an empty folder")
+        strange = next((f.name for f in folder.iterdir() if not _ours(f)), None)
+        if strange is not None and not (folder / IDENTITY_FILE).exists():
+            raise InputError(f"{folder} holds {strange} and no prefix cache: name an empty folder")
         busy = f"the prefix cache {folder} is in use by another process"
         self._lock = lock_folder(folder / _LOCK_FILE, busy)
         self._identity = {"version": VERSION, **identity}
         try:
             _check_identity(folder / IDENTITY_FILE, self._identity)
-        except InputError:
+            remove_leftovers(folder)
+            self._keys = _find_groups(folder)
+        except BaseException:
             self._lock.close()
             raise
-        for left in folder.glob(".*.safetensors"):
-            left.unlink()  # of a process that was killed
-        self._keys = {bytes.fromhex(file.stem) for file in folder.glob("*.safetensors")}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-files")
         self._writing: deque[tuple[Key, Future[int]]] = deque()
 
@@ -88,24 +92,26 @@ class FileTier:
             ended.append(key)
         return ended
 
-    def read(self, key: Key) -> tuple[int, Tensor] | None:
-        """Pages and bytes of a group; None, and the file is gone, if it is damaged."""
+    def read(self, key: Key, pages: int, nbytes: int) -> Tensor | None:
+        """A group of so many pages, uint8 ``[nbytes]``; None, and the file is gone, if it is damaged."""
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 data = file.get_tensor(_TENSOR)
-            pages = int(metadata["pages"])
-            intact = metadata["checksum"] == _checksum(key, pages, data)
-        except (SafetensorError, OSError, KeyError, ValueError):
+            expected = str(pages), torch.uint8, (nbytes,)
+            intact = (metadata.get("pages"), data.dtype, tuple(data.shape)) == expected
+            intact = intact and metadata.get("checksum") == _checksum(key, pages, data)
+        except (SafetensorError, OSError):
             intact = False
         if not intact:
             self.corrupt += 1
             self._keys.discard(key)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what cannot be removed is written over
+                path.unlink()
             return None
-        self.bytes_read += data.nbytes
-        return pages, data
+        self.bytes_read += nbytes
+        return data
 
     def close(self) -> None:
         """Ends what is being written, and lets others use the folder."""
@@ -117,8 +123,7 @@ class FileTier:
 
     def _write(self, key: Key, pages: int, data: Tensor) -> int:
         metadata = {"pages": str(pages), "checksum": _checksum(key, pages, data)}
-        with atomic_path(self._path(key)) as temporary:
-            save_file({_TENSOR: data}, temporary, metadata)
+        save_tensors(self._path(key), {_TENSOR: data}, metadata)
         return data.nbytes
 
     def _path(self, key: Key) -> Path:
@@ -128,12 +133,24 @@ class FileTier:
 def _checksum(key: Key, pages: int, data: Tensor) -> str:
     """Over everything a reader relies on: a file under another's name, too, is found."""
     digest = hashlib.blake2b(key + pages.to_bytes(8, "little"), digest_size=32)
-    digest.update(data.contiguous().view(torch.uint8).numpy().data)
+    digest.update(data.numpy().data)
     return digest.hexdigest()
 
 
 def _ours(file: Path) -> bool:
-    return file.suffix == ".safetensors" or file.name in (IDENTITY_FILE, _LOCK_FILE)
+    known = file.name in (IDENTITY_FILE, _LOCK_FILE) or _GROUP.fullmatch(file.name) is not None
+    return known or is_leftover(file)
+
+
+def _find_groups(folder: Path) -> set[Key]:
+    """Keys of the groups that are there; whatever else a user has put there is left alone."""
+    keys = set()
+    for file in folder.iterdir():
+        if name := _GROUP.fullmatch(file.name):
+            if file.is_dir():
+                raise InputError(f"{file} is a folder, expected a file of a prefix cache: remove it")
+            keys.add(bytes.fromhex(name[1]))
+    return keys
 
 
 def _check_identity(path: Path, identity: Mapping[str, str]) -> None:
@@ -143,9 +160,9 @@ def _check_identity(path: Path, identity: Mapping[str, str]) -> None:
             temporary.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path} cannot be read ({error}): name another folder") from error
+        found = parse_json(path.read_bytes(), str(path))
+    except InputError as error:
+        raise InputError(f"{error}; name another folder") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} is no JSON object: name another folder")
     for name in (*identity, *found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ class HostTier:
         if slots < 1:
             raise InputError(
                 f"the host tier has {budget / 2**30:.3g} GiB, one group of {pages} pages and a state takes "
-                f"{largest / 2**30:.3g}: raise host_gib or lower snapshot_interval"
+                f"{largest / 2**30:.3g}: raise host_gib or lower the snapshot interval"
             )
         self._arena = host_arena((slots, largest), device)
         self._staging_out = torch.empty(_STAGING, largest, dtype=torch.uint8, device=device)
@@ -95,6 +96,10 @@ class HostTier:
     def group_bytes(self) -> int:
         """Bytes of the largest group: what a slot takes."""
         return self._arena.shape[1]
+
+    def nbytes(self, pages: int) -> int:
+        """Bytes of a group of so many pages."""
+        return self._layout(pages).nbytes
 
     def offload(self, key: Key, pages: Sequence[int], request: int) -> Ticket | None:
         """Begins to copy pages and the state of a request to the host; None if there is no room."""
@@ -152,7 +157,7 @@ class HostTier:
         """Takes a group that comes from elsewhere, uint8 ``[nbytes]``; whether there was room.
 
         Raises:
-            ValueError: it has not as many bytes as its pages make.
+            ValueError: it has not :meth:`nbytes` bytes.
         """
         layout = self._layout(pages)
         if data.numel() != layout.nbytes:
@@ -227,9 +232,13 @@ def host_arena(shape: tuple[int, ...], device: torch.device) -> Tensor:
     It is pinned where it lies: PyTorch's own pinned allocations are rounded up to powers of two.
 
     Raises:
-        InputError: so much cannot be pinned.
+        InputError: so much is not there, or cannot be pinned.
     """
-    arena = torch.empty(shape, dtype=torch.uint8)
+    try:
+        arena = torch.empty(shape, dtype=torch.uint8)
+    except (RuntimeError, OverflowError, TypeError) as error:  # the last two: sizes beyond 64 bits
+        size = f"{math.prod(shape) / 2**30:.3g} GiB"
+        raise InputError(f"the host tier cannot have {size} of memory: lower host_gib") from error
     if device.type == "cuda":
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0))

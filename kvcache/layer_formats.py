@@ -11,7 +11,7 @@ from page4.kernels.errors import InputError
 from .formats import KVFormat, get_format
 from .scales import UNIT_SCALES, KVScales
 
-_EXCEPTION = re.compile(r"(\d+):(\w+)")
+_EXCEPTION = re.compile(r"([0-9]+):(\w+)")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PrefixConfig:
             raise InputError(f"the snapshot interval is {self.interval}, expected at least 1 token")
         if self.snapshots < 0:
             raise InputError(f"snapshots is {self.snapshots}, expected at least 0")
-        if not 0 <= self.host_gib < float("inf"):
+        if not 0 <= self.host_gib * GIB < float("inf"):
             raise InputError(f"host_gib is {self.host_gib}, expected 0 or more GiB")
         if self.folder is not None and not (self.host_gib and self.model):
             raise InputError("a file tier needs a host tier (host_gib above 0) and the name of its model")
@@ -333,10 +333,11 @@ class PrefixCache:
         came = False
         while (match := self._match(chain, lost)) is not None:
             held = []
-            for key in (chain.key(group.stop) for group in match.groups if group.loaded):
+            for group in (group for group in match.groups if group.loaded):
                 assert self.host is not None
+                key = chain.key(group.stop)
                 if key not in self.host:
-                    if not self._fetch(key):
+                    if not self._fetch(key, pages_for(group.stop - group.start)):
                         lost.add(key)
                         break
                     came = True
@@ -348,15 +349,15 @@ class PrefixCache:
                 self.host.release(key)
         return None, False
 
-    def _fetch(self, key: Key) -> bool:
+    def _fetch(self, key: Key, pages: int) -> bool:
         """Reads a group from its file into the host tier, if it is intact and there is room."""
         assert self.host is not None and self.files is not None
-        content = self.files.read(key)
-        if content is None:
+        data = self.files.read(key, pages, self.host.nbytes(pages))
+        if data is None:
             return False
-        if not self.host.put(key, *content):  # what is on its way to files makes room
+        if not self.host.put(key, pages, data):  # what is on its way to files makes room
             self.flush()
-            return self.host.put(key, *content)
+            return self.host.put(key, pages, data)
         return True
 
     def _match(self, chain: PrefixChain, lost: set[Key]) -> _Match | None:

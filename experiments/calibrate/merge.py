@@ -12,6 +12,7 @@ import yaml
 
 from page4.experiments.calibrate.state import Observed, load
 from page4.experiments.results import CONFIG_FILE, INPUTS_FILE
+from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 
 # What a folder's shards may differ in: which part they saw, and how a report is made of what was seen.
@@ -68,7 +69,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         InputError: It is not that of a calibration.
     """
     try:
-        config = yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = parse_yaml((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         inputs = json.loads((folder / INPUTS_FILE).read_text(encoding="utf-8"))
         if not isinstance(config["shard"], int) or not isinstance(config["shards"], int):
             raise ValueError("shard and shards are no numbers")

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from page4.experiments.atomic import atomic_path
 from page4.kernels.errors import InputError
 from page4.kvcache.magnitudes import MAGNITUDES, Magnitudes
+from page4.kvcache.tensor_file import save_tensors
 from page4.spec_decode import KVObservation
 
 STATE_FILE = "observed.safetensors"
@@ -45,14 +45,13 @@ def save(folder: Path, observed: Observed) -> None:
     assert observed.observation is not None
     layers = observed.observation.layers
     tensors = {
-        f"{name}.{part}": m.counts
+        f"{name}.{part}": torch.from_numpy(m.counts)
         for name, pair in layers.items()
         for part, m in zip("kv", pair, strict=True)
     }
     numbers = {"windows": observed.windows, "tokens": observed.tokens, "total": observed.total}
     metadata = {name: str(number) for name, number in numbers.items()} | {"layers": " ".join(layers)}
-    with atomic_path(folder / STATE_FILE) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
+    save_tensors(folder / STATE_FILE, tensors, metadata)
 
 
 def load(folder: Path) -> Observed | None:

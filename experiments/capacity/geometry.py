@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-import yaml
-
+from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 from page4.kvcache.cache import CacheGeometry
 from page4.model.cache_geometry import cache_geometry
@@ -39,7 +38,7 @@ def load_config(name: str) -> Qwen4ExpConfig:
     """
     if name in named_geometries():
         file = resources.files("page4.experiments.capacity").joinpath("geometries", f"{name}.yaml")
-        return Qwen4ExpConfig.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return Qwen4ExpConfig.from_dict(parse_yaml(file.read_text(encoding="utf-8")))
     if (Path(name) / "config.json").is_file():
         return Qwen4ExpConfig.from_file(Path(name) / "config.json")
     raise InputError(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import stat
 from pathlib import Path
 
 import pytest
 
-from page4.experiments.atomic import atomic_path, write_json, write_text
+from page4.experiments.atomic import atomic_path, is_leftover, write_json, write_text
 
 
 def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
@@ -54,6 +56,31 @@ def test_json_is_what_the_library_reads(value: object, tmp_path: Path) -> None:
 def test_json_has_a_line_for_each_record(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"rows": [{"x": 1, "y": 2}, {"x": 3}]})
     assert (tmp_path / "a.json").read_text().splitlines()[2] == '    {"x": 1, "y": 2},'
+
+
+def test_what_a_killed_process_leaves_is_known_by_its_name(tmp_path: Path) -> None:
+    for name in ("figure.png", "lock", "a" * 64 + ".safetensors", "a.b.c"):
+        with atomic_path(tmp_path / name) as temporary:
+            assert is_leftover(temporary)
+    left = [
+        is_leftover(Path(name)) for name in ("figure.png", ".figure.png", ".gitignore", "a.partial-01234567")
+    ]
+    assert not any(left)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """As a limit on the size of files makes it: writing fails, and the system says nothing of where."""
+    write_text(tmp_path / "a.txt", "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError) as raised:
+            write_text(tmp_path / "a.txt", 10_000 * "new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(tmp_path / "a.txt"))
+    assert (tmp_path / "a.txt").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_file_gets_the_mode_of_an_ordinary_file(tmp_path: Path) -> None:

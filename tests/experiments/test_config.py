@@ -115,6 +115,12 @@ def test_overrides_of_one_part_add_up_over_the_file(tmp_path: Path) -> None:
         ("lengths=[1,", "not valid YAML"),
         ("lengths", "--set needs key=value, got 'lengths'"),
         ("=3", "--set needs key=value"),
+        ("repeats=2001-99-99", "not valid YAML"),
+        ("repeats=!!int x", "not valid YAML"),
+        ("exact=!!bool maybe", "not valid YAML"),
+        ("lengths=" + 2000 * "[", "not valid YAML"),
+        ("repeats=" + 5000 * "1", "not valid YAML"),
+        ('model="a\\0b"', "model must be a path"),
     ],
 )
 def test_a_wrong_override_is_refused_in_one_line(override: str, message: str) -> None:
@@ -131,6 +137,10 @@ def test_a_wrong_override_is_refused_in_one_line(override: str, message: str) ->
         ("length: 3", "study.yaml: unknown key 'length'"),
         ("repeats: two", "study.yaml: repeats must be an integer, got 'two'"),
         ("optimiser: {steps: x}", "study.yaml: optimiser.steps must be an integer"),
+        ("repeats: 1\nrepeats: 2", "not valid YAML: the key 'repeats' occurs twice"),
+        ("optimiser: {steps: 1, steps: 2}", "not valid YAML: the key 'steps' occurs twice"),
+        ("repeats: 2001-99-99", "not valid YAML: a value cannot be read: month must be in 1..12"),
+        (2000 * "[", "not valid YAML: nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

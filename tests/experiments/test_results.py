@@ -100,6 +100,27 @@ def test_an_interrupt_before_the_configuration_leaves_a_folder_that_can_be_used(
         assert (tmp_path / "config.yaml").exists()
 
 
+def test_what_killed_processes_were_writing_is_removed(tmp_path: Path) -> None:
+    """Before the configuration was there, and after."""
+    (tmp_path / ".inputs.partial-ab_12345.json").write_text("{")
+    with ResultFolder(tmp_path, Study()):
+        pass
+    (tmp_path / ".samples.partial-0123abcd.csv").write_text("a,")
+    (tmp_path / ".mine.csv").touch()
+    with ResultFolder(tmp_path, Study()):
+        pass
+    assert names(tmp_path) == {".lock", "config.yaml", "inputs.json", "provenance.json", ".mine.csv"}
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"runs": 5}', '{"runs": "abc"}', "[" * 10**5])
+def test_a_damaged_record_is_refused(tmp_path: Path, record: str) -> None:
+    with ResultFolder(tmp_path, Study()):
+        pass
+    (tmp_path / "provenance.json").write_text(record)
+    with pytest.raises(InputError, match="is not the record of a study"), ResultFolder(tmp_path, Study()):
+        pass
+
+
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     holder = (
         "import fcntl, sys\n"

@@ -51,6 +51,7 @@ def test_the_draft_takes_the_default_and_never_an_exception() -> None:
         ("e4m3,fp16", "KV format 'e4m3,fp16': 'fp16' is not layer:format, as in e4m3,3:fp16"),
         ("e4m3,", "'' is not layer:format"),
         ("e4m3,-1:fp16", "'-1:fp16' is not layer:format"),
+        ("e4m3,\u0662:fp16", "'\u0662:fp16' is not layer:format"),
         ("e4m3, 2:fp16", "' 2:fp16' is not layer:format"),
         ("e4m3,2:fp16,2:int8", "names layer 2 twice"),
     ],
