@@ -94,10 +94,18 @@ def generate(
     )
 
     def write(piece: str) -> None:
+        nonlocal wrote
+        wrote = True
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    report = continue_text(config, text, write)
+    wrote = False
+    try:
+        report = continue_text(config, text, write)
+    except BaseException:
+        if wrote:
+            print()  # what is said of it begins a line of its own
+        raise
     print()
     if as_json:
         print(json.dumps(report))

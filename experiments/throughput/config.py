@@ -13,6 +13,7 @@ from page4.experiments.step_timing import most_tokens
 from page4.kernels.errors import InputError
 from page4.kvcache import LayerFormats, get_format
 from page4.kvcache.prefix_cache import PrefixConfig
+from page4.spec_decode import SamplingOptions
 from page4.spec_decode.engine import MAX_DRAFT_TOKENS
 
 
@@ -90,6 +91,7 @@ class ThroughputConfig:
         if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InputError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {self.num_draft_tokens}")
         check_least(self, _LEAST)
+        SamplingOptions(self.temperature, seed=self.seed + (self.num_prompts or 0))  # the last prompt's
         check_confidence(self.confidence)
         _ = self.prefix
 

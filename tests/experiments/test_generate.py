@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,36 @@ def test_the_command_streams_and_ends_with_json(
     monkeypatch.setattr("sys.stdin", stdin)
     assert run(["generate", *options, "--no-spec"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == record["tokens"]
+
+
+def test_a_prefix_that_does_not_fit_on_the_disk_is_one_line_after_the_text(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a limit on the size of files makes it, that of the folder's own description aside."""
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    arguments = [
+        "generate",
+        str(tmp_path / "prompt.txt"),
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "-n",
+        "6",
+    ]
+    assert run(arguments) == 0
+    expected = capsys.readouterr().out
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        status = run([*arguments, "--prefix-cache", str(tmp_path / "cache")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, expected)
+    assert captured.err.startswith(f"page4: {tmp_path / 'cache'}") and captured.err.count("\n") == 1
+    assert captured.err.endswith("File too large\n")
+    assert {file.name for file in (tmp_path / "cache").iterdir()} == {"identity.json", "lock"}
 
 
 def test_who_types_the_text_is_told_how_to_end_it(

@@ -207,6 +207,8 @@ def test_a_random_model_is_finite_and_the_seeds() -> None:
         (["public_layers=4", "model=nowhere"], "model and public_layers exclude each other"),
         (["arms=[]"], "arms must be at least one"),
         (["lengths=8,4"], "lengths must be positive and ascending"),
+        (["temperature=1e-5"], "temperature is 1e-05, expected 0 (greedy) or 0.0001 to 10000"),
+        ([f"seed={2**63}"], "does not fit 64 bits"),
         (["steps=0"], "steps must be at least 1, got 0"),
         (["prefix_interval=100"], "the snapshot interval is 100, expected a multiple of prefill_chunk, 2048"),
     ],
