@@ -129,7 +129,11 @@ class Estimator:
         return metrics
 
     def speed(self, rows: Sequence[Row], length: int) -> list[Metric]:
-        """Prefill and decode rates and step times of the rounds; a step is a round of the whole batch."""
+        """Prefill and decode rates and step times of the rounds; a step is a round of the whole batch.
+
+        The first batch of a length is left out where there are others: whoever runs a length first compiles,
+        captures and allocates for it, which took up to twenty times as long.
+        """
         measures: list[tuple[str, str, Callable[[Sequence[Row]], float]]] = [
             (
                 "prefill_rate",
@@ -141,7 +145,9 @@ class Estimator:
             ("step_p90", "ms", lambda batch: 1000 * float(np.quantile(_steps(batch), 0.9))),
         ]
         metrics = []
-        batches = {arm: _grouped(_of(arm, rows), "batch") for arm in self._config.all_arms}
+        first = min((row["batch"] for row in rows), default=0)
+        warm = [row for row in rows if row["batch"] != first] or rows
+        batches = {arm: _grouped(_of(arm, warm), "batch") for arm in self._config.all_arms}
         for name, unit, measure in measures:
             values = {arm: np.array([measure(batch) for batch in b.values()]) for arm, b in batches.items()}
             metrics += self._medians(name, unit, values, length)

@@ -117,8 +117,8 @@ def _notes(config: AcceptanceConfig) -> str:
         f"{config.rounds_per_prompt} {config.kind_of_rounds}, {config.num_draft_tokens} drafts each, from "
         f"every prompt, on {config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals "
         f"over prompts, if there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds "
-        f"are medians of paired quotients of batches of {config.batch_size}; a step drafts and verifies for "
-        f"the whole batch."
+        f"are medians of paired quotients of batches of {config.batch_size}, without the first batch of a "
+        f"length where there are others; a step drafts and verifies for the whole batch."
         + (
             ""
             if config.lengths_are_paired
