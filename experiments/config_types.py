@@ -99,6 +99,8 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         return number
     if hint is Path and isinstance(value, (str, Path)) and "\0" not in str(value):
         return Path(value)
+    if hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InputError(f"{where} is {value}, which does not fit 64 bits")
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise _wrong_type(value, hint, where)

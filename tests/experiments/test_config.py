@@ -100,6 +100,7 @@ def test_overrides_of_one_part_add_up_over_the_file(tmp_path: Path) -> None:
         ("optimiser.lr=1", r"unknown key 'optimiser.lr'; the keys are rate, steps"),
         ("lengths=a,2", r"lengths\[0\] must be an integer, got 'a'"),
         ("repeats=1.5", "repeats must be an integer, got 1.5"),
+        ("repeats=9223372036854775808", "repeats is 9223372036854775808, which does not fit 64 bits"),
         ("repeats=true", "repeats must be an integer, got True"),
         ("repeats=0", "repeats must be at least 1, got 0"),
         ("exact=1", "exact must be true or false, got 1"),
