@@ -93,13 +93,14 @@ def generate(
         ignore_eos=ignore_eos or None,
     )
 
+    wrote = False
+
     def write(piece: str) -> None:
         nonlocal wrote
         wrote = True
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    wrote = False
     try:
         report = continue_text(config, text, write)
     except BaseException:
