@@ -56,9 +56,9 @@ def run(config: ThroughputConfig, out: Path, progress: Reporter | None = None) -
         ResultFolder(out, config, {**prompts.digests(folder), **kernels.digests}) as results,
     ):
         rows = results.samples(COLUMNS, KEY)
-        _measure(config, model, prompts, rows, progress or Silent())
+        kept = _measure(config, model, prompts, rows, progress or Silent())
         summary = write_report(results, config, rows.rows)
-        results.finish(**kernels.provenance())
+        results.finish(**kernels.provenance(), **({"prefix": kept} if kept else {}))
     return summary
 
 
@@ -104,14 +104,17 @@ def _measure(
     prompts: _Prompts,
     rows: SampleStore,
     progress: Reporter,
-) -> None:
-    """Every prompt of every length; the arms take turns, and another one begins at every prompt."""
+) -> dict[str, Any]:
+    """Every prompt of every length; the arms take turns, and another one begins at every prompt.
+
+    Returns what each arm kept of its prompts, of the arms that keep any: `PrefixCache.metrics`.
+    """
     arms = config.all_arms
     places = [(length, i) for length in config.lengths or () for i in range(len(prompts.anchors))]
     done = [place for place in places if _is_done(place, prompts, arms, rows)]
     progress.start(len(arms) * sum(n for n, _ in places), len(arms) * sum(n for n, _ in done))
     if len(done) == len(places):
-        return
+        return {}
     decoders = [ArmDecoder(model, config, arm, scales) for arm, scales in _scales(config, model, prompts)]
     warm: set[int] = set()
     for length, i in places:
@@ -130,6 +133,8 @@ def _measure(
             prompt = prompts.tokens(anchor, decoder.arm, length)
             rows.add([name | decoder.measure(prompt, config.seed + i)])
             progress.advance(f"{decoder.arm.name}, {format_tokens(length)} tokens", length)
+    caches = {decoder.arm.name: decoder.decoder.prefix for decoder in decoders}
+    return {arm: cache.metrics() for arm, cache in caches.items() if cache is not None}
 
 
 def _is_done(place: tuple[int, int], prompts: _Prompts, arms: tuple[Arm, ...], rows: SampleStore) -> bool:

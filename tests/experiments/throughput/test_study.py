@@ -90,6 +90,10 @@ def test_nonces_keep_prompts_from_the_prefixes_that_a_server_keeps(
 ) -> None:
     keeping = dataclasses.replace(small, prefill_chunk=16, prefix_interval=16)
     assert run(keeping, tmp_path / "out")["reused_tokens"] == 0
+    kept = json.loads((tmp_path / "out" / "provenance.json").read_text())["runs"][-1]["prefix"]
+    assert list(kept) == [arm.name for arm in small.all_arms]
+    for metrics in kept.values():
+        assert metrics["reused_tokens"] == 0 and metrics["pages"]["held"] == 0 and metrics["snapshots"] > 0
     counted = ("arm", "length", "prompt", "decode_tokens", "accepted")
     plain = dataclasses.replace(small, prefill_chunk=16)
     run(plain, tmp_path / "plain")
