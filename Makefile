@@ -25,7 +25,7 @@ help:
 	@echo "make test-gpu    run the tests of kernels and of decode steps on a GPU, over every shape and format"
 	@echo "make lint        run ruff and mypy"
 	@echo "make sm70        compile the kernels for a V100 and others, and check their machine code; needs no GPU"
-	@echo "make notebooks   execute the notebooks, so that they show the studies in docs/studies"
+	@echo "make notebooks   execute the notebooks, so that they show the studies in experiments/results"
 	@echo "make clean       remove the environments and caches; results/ stays"
 	@echo "Options: STACK=v100, PYTHON=python3.12, OUT=FOLDER, ARGS=\"--quick\" (see the Makefile)"
 

@@ -92,8 +92,8 @@ def validate(
 ) -> None:
     """Measure on a real V100 what was predicted, compare, and leave a folder to send back.
 
-    The steps are those of docs/studies/sm70, or of --set predictions=FOLDER. Every result is checked before
-    it is timed. Results go to results/sm70-validate or --out: report, measurements and provenance.
+    The steps are those of experiments/results/sm70, or of --set predictions=FOLDER. Every result is checked
+    before it is timed. Results go to results/sm70-validate or --out: report, measurements and provenance.
     """
     from page4.experiments.cli_study import result_folder, run_study
     from page4.experiments.config import load_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -70,10 +71,12 @@ def hardware() -> dict[str, Any]:
 def source_version() -> dict[str, Any]:
     """Commit, whether tracked files differ from it, and a digest of the package's code.
 
-    Commit and difference are None outside a checkout, where the digest still tells versions apart: SHA-256
-    over the names and contents of every Python file of the five packages, in the order of their names.
+    An archive that `git archive` made knows its commit, though not whether it is as it was. The commit is
+    None anywhere else outside a checkout, where the digest still tells versions apart: SHA-256 over the names
+    and contents of every Python file of the five packages, in the order of their names.
     """
-    return {"commit": _git("rev-parse", "HEAD"), "dirty": _dirty(), "code_sha256": _code_digest()}
+    commit = _git("rev-parse", "HEAD") or _archived_commit()
+    return {"commit": commit, "dirty": _dirty(), "code_sha256": _code_digest()}
 
 
 def command_line(arguments: list[str]) -> str:
@@ -106,6 +109,17 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
+
+
+def _archived_commit() -> str | None:
+    """What `git archive` wrote in the place of `$Format:%H$`."""
+    file = _root() / ".git_archival.txt"
+    found = (
+        re.match(r"node: ([0-9a-f]{40})$", file.read_text(encoding="utf-8").strip())
+        if file.exists()
+        else None
+    )
+    return found and found[1]
 
 
 def _dirty() -> bool | None:

@@ -1,8 +1,8 @@
 """Executes the notebooks without a display and keeps what they show: `python notebooks/execute.py`.
 
-Without options they show the studies in docs/studies, and outputs are written into the notebooks themselves.
-A notebook whose study is not there is left as it is. `--small` measures small studies in place of those that
-a CPU can measure in seconds, and writes elsewhere, as does `--out DIR`.
+Without options they show the studies in experiments/results, and outputs are written into the notebooks
+themselves. A notebook whose study is not there is left as it is. `--small` measures small studies in place of
+those that a CPU can measure in seconds, and writes elsewhere, as does `--out DIR`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None
 
 
 def test_the_result_in_the_readme_is_that_of_the_committed_study() -> None:
-    table = _table((ROOT / "docs/studies/acceptance/table.md").read_text(encoding="utf-8"))
+    table = _table((ROOT / "experiments/results/acceptance/table.md").read_text(encoding="utf-8"))
     result = _table((ROOT / "README.md").read_text(encoding="utf-8").partition("## The answer so far")[2])
     assert len(result) == len(table) > 0
     for shown, measured in zip(result, table, strict=True):
@@ -114,15 +114,19 @@ def _table(markdown: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def test_tuned_configurations_are_package_data(tmp_path: Path) -> None:
+def test_tuned_configurations_are_package_data_and_published_results_are_not(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for layer in FOLDERS[:5]:
         (tmp_path / layer).mkdir()
         (tmp_path / layer / "__init__.py").touch()
     place = Path("kernels/configs/nvidia-h200/triton-3.6/page4_attention_gluon.json")
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).write_text("{}")
+    geometry, result = Path("experiments/geometries/one.yaml"), Path("experiments/results/one/config.yaml")
+    for file in (place, geometry, result):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("{}")
     build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "built"]
     subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "built" / "page4" / place).read_text() == "{}"
+    built = tmp_path / "built" / "page4"
+    assert (built / place).read_text() == (built / geometry).read_text() == "{}"
+    assert not (built / result).exists()

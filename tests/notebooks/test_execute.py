@@ -112,11 +112,11 @@ def test_a_cell_that_fails_is_an_error_and_leaves_the_notebook(tmp_path: Path) -
 
 def test_studies_that_are_not_there_are_found_in_the_parameters(tmp_path: Path) -> None:
     cell = nbformat.v4.new_code_cell(
-        'a = Path("../docs/studies/acceptance")\nb = Path("../docs/studies/none")',
+        'a = Path("../experiments/results/acceptance")\nb = Path("../experiments/results/none")',
         metadata={"tags": ["parameters"]},
     )
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "two.ipynb")
-    assert EXECUTE["missing_studies"](tmp_path / "two.ipynb") == ["docs/studies/none"]
+    assert EXECUTE["missing_studies"](tmp_path / "two.ipynb") == ["experiments/results/none"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from page4.experiments.config_checks import check_least
 
-SHIPPED_PREDICTIONS = Path(__file__).resolve().parents[3] / "docs" / "studies" / "sm70"  # of a checkout
+SHIPPED_PREDICTIONS = Path(__file__).resolve().parents[2] / "results" / "sm70"  # of a checkout
 
 
 @dataclass(frozen=True)
