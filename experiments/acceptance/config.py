@@ -93,6 +93,7 @@ class AcceptanceConfig:
     arms: tuple[tuple[str, str, str, int], ...] = (
         ("fp16", "fp16", "fp16", 0),
         ("e4m3", "e4m3", "e4m3", 0),
+        ("e2m5", "e2m5", "e2m5", 0),
         ("fp16_again", "fp16", "fp16", 1),
     )
     lengths: tuple[int, ...] | None = None

@@ -11,13 +11,14 @@ import torch
 from page4.experiments.acceptance import AcceptanceConfig
 from page4.experiments.config import config_to_dict, load_config
 from page4.kernels.errors import InputError
+from page4.kvcache import RECOMMENDED
 from page4.spec_decode import SamplingOptions
 
 
 def test_default_arms_are_baseline_treated_and_control() -> None:
     config = AcceptanceConfig()
     assert (config.baseline.name, config.baseline.formats) == ("fp16", ("fp16", "fp16"))
-    assert [arm.name for arm in config.treated] == ["e4m3"]
+    assert [arm.name for arm in config.treated] == ["e4m3", RECOMMENDED]
     assert [arm.name for arm in config.controls] == ["fp16_again"]
     assert config.treated[0].nonce_id == config.baseline.nonce_id != config.controls[0].nonce_id
 

@@ -57,6 +57,7 @@ def write_texts(folder: Path, **lengths: int) -> Path:
 def tiny_config(checkpoint: Path, texts: Path, **changes: Any) -> AcceptanceConfig:
     """Two lengths, four prompts in two batches, three rounds."""
     values: dict[str, Any] = {
+        "arms": (("fp16", "fp16", "fp16", 0), ("e4m3", "e4m3", "e4m3", 0), ("fp16_again", "fp16", "fp16", 1)),
         "model": checkpoint,
         "prompts": texts,
         "device": "cpu",

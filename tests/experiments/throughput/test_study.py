@@ -29,6 +29,7 @@ from tests.oracle.tiny import tiny_dict
 def small(tmp_path_factory: pytest.TempPathFactory) -> ThroughputConfig:
     folder = tmp_path_factory.mktemp("sources")
     return ThroughputConfig(
+        arms=(("fp16", "fp16", "fp16", 0), ("e4m3", "e4m3", "e4m3", 0), ("fp16_again", "fp16", "fp16", 1)),
         model=write_checkpoint(folder / "checkpoint"),
         prompts=write_texts(folder / "texts", first=300, second=400),
         device="cpu",
@@ -236,5 +237,5 @@ def test_the_command_ends_with_the_table(
     options = [part for name, value in values.items() for part in ("--set", f"{name}={value}")]
     assert run_command(["throughput", "--device", "cpu", *options, "--json", "--out", str(out)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["samples"] == 3
+    assert json.loads(last)["samples"] == 4
     assert (out / "throughput.png").exists() and (out / "provenance.json").exists()
