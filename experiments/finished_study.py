@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from page4.experiments.config import ConfigT, load_config
-from page4.experiments.results import CONFIG_FILE
+from page4.experiments.result_folder import CONFIG_FILE
 from page4.kernels.errors import InputError
 
 SUMMARY_FILE = "summary.json"

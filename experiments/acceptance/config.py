@@ -99,8 +99,8 @@ class AcceptanceConfig:
     lengths: tuple[int, ...] | None = None
     num_prompts: int | None = None
     prompt_tokens: int | None = None
-    rounds_per_prompt: int = 16
-    round_stride: int = 16
+    rounds_per_prompt: int | None = None
+    round_stride: int | None = None
     batch_size: int | None = None
     num_draft_tokens: int = 3
     temperature: float = 0.0
@@ -130,6 +130,8 @@ class AcceptanceConfig:
             "lengths": (1024, 2048, 4096, 8192, 16384),
             "num_prompts": 6,
             "prompt_tokens": 12288,
+            "rounds_per_prompt": 16,
+            "round_stride": 16,
             "batch_size": 1,
             "generation_prompts": 1,
             "generation_max_length": 2048,
@@ -139,6 +141,8 @@ class AcceptanceConfig:
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
             "num_prompts": 128,
             "prompt_tokens": 0,
+            "rounds_per_prompt": 64,
+            "round_stride": 8,
             "batch_size": 32,
             "generation_prompts": 8,
             "generation_max_length": 0,
@@ -194,10 +198,15 @@ class AcceptanceConfig:
         """The arms whose formats differ from the baseline's."""
         return [arm for arm in self.all_arms if arm.formats != self.baseline.formats]
 
+    def prefixes(self, length: int) -> list[int]:
+        """Lengths of the prefixes of a prompt that rounds start from, of a resolved configuration."""
+        assert self.rounds_per_prompt is not None and self.round_stride is not None
+        return [length + turn * self.round_stride for turn in range(self.rounds_per_prompt)]
+
     @property
     def rounds_span(self) -> int:
         """Tokens of real text between the first and the last prefix of a prompt."""
-        return (self.rounds_per_prompt - 1) * self.round_stride
+        return self.prefixes(0)[-1]
 
     def prompts_at(self, length: int) -> int:
         """How many prompts a length has, of a resolved configuration."""

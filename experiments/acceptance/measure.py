@@ -166,8 +166,8 @@ class Measurer:
 
 def round_inputs(config: AcceptanceConfig, prompts: Prompts, cell: Cell) -> tuple[list[list[int]], list[int]]:
     """Texts of a cell's prompts, and the prefixes of them that its rounds start from."""
-    prefixes = [cell.length + turn * config.round_stride for turn in range(config.rounds_per_prompt)]
-    return [prompts.tokens(i, cell.arm, cell.length, config.rounds_span) for i in cell.prompts], prefixes
+    texts = [prompts.tokens(i, cell.arm, cell.length, config.rounds_span) for i in cell.prompts]
+    return texts, config.prefixes(cell.length)
 
 
 def round_rows(prompts: Prompts, cell: Cell, result: RoundResult) -> list[Row]:

@@ -10,7 +10,7 @@ from page4.experiments.acceptance.figures import figures
 from page4.experiments.acceptance.metrics import METRIC_COLUMNS
 from page4.experiments.acceptance.summary import checks_summary, is_degenerate, summarise
 from page4.experiments.acceptance.table import markdown_table, table_rows
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.info import OVERLAY
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, LayerFormats, ScalePair, get_format
 from page4.kvcache.layer_formats import scales_of

@@ -24,7 +24,7 @@ from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.plots import format_tokens
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.prompt_windows import Encode
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row, SampleStore
 from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError

@@ -90,10 +90,8 @@ class AttributionConfig:
         Raises:
             InputError: a field is out of range.
         """
-        shared = {field.name for field in dataclasses.fields(AcceptanceConfig)} - {"rounds_per_prompt"}
+        shared = {field.name for field in dataclasses.fields(AcceptanceConfig)}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in shared}
-        if self.rounds_per_prompt is not None:
-            values["rounds_per_prompt"] = self.rounds_per_prompt
         return AcceptanceConfig(
             **values,
             backend="reference",

@@ -13,7 +13,7 @@ from page4.experiments.attribution.arms import HEADINGS, Condition
 from page4.experiments.attribution.summary import costs_nothing, summarise
 from page4.experiments.attribution.table import markdown
 from page4.experiments.plots import ForestGroup, Series, format_tokens, plot_forest
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 
 

@@ -21,7 +21,7 @@ from page4.experiments.attribution.treatments import Numbers
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.plots import format_tokens
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import SampleStore
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig, Qwen4ExpForCausalLM

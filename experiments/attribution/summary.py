@@ -56,6 +56,7 @@ def summarise(measured: AcceptanceConfig, conditions: Sequence[Condition], rows:
 
 def costs_nothing(measured: AcceptanceConfig, metrics: Metrics, arm: str) -> bool | None:
     """Whether an arm's loss is within the bounds at every length; None if there is too little to tell."""
+    assert measured.rounds_per_prompt is not None
     changes = [metrics.get("acceptance_change", arm, length) for length in measured.lengths or ()]
     rounds = [change.clusters * measured.rounds_per_prompt for change in changes]
     if min(rounds) < LEAST_ROUNDS or any(np.isnan(change.low) for change in changes):

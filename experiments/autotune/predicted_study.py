@@ -24,7 +24,7 @@ from page4.experiments.autotune.problems import problems_on
 from page4.experiments.autotune.record import STEP_COLUMNS, Result, cell_columns, record, rows_by_cell
 from page4.experiments.autotune.study import plan_cells
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.compiling import Compiler
 from page4.experiments.sm70.toolchain import VERSION, side_install

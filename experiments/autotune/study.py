@@ -31,7 +31,7 @@ from page4.experiments.autotune.record import (
 )
 from page4.experiments.autotune.rounds import first_round, next_round
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kernels.page4_attention_dispatch import device_capability
 from page4.kernels.tuning import triton_version

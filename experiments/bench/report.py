@@ -9,7 +9,7 @@ from page4.experiments.bench.cells import shape_label
 from page4.experiments.bench.figure import plot_roofline
 from page4.experiments.bench.goals import Verdict, judge
 from page4.experiments.markdown import table
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 
 _HEADER = (

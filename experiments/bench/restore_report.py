@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from page4.experiments.bench.restore_config import RestoreBenchConfig
 from page4.experiments.markdown import table
 from page4.experiments.plots import ForestGroup, Series, format_tokens, plot_forest
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.statistics import Estimate
 

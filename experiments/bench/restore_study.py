@@ -15,7 +15,7 @@ from page4.experiments.checkpoint_digest import checkpoint_digest
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.throughput.public_layers import public_config, random_model
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, get_format

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from page4.experiments.markdown import table
 from page4.experiments.plots import Series, format_tokens, plot_step_times
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.statistics import Estimate
 

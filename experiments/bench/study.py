@@ -13,7 +13,7 @@ from page4.experiments.bench.report import write_report
 from page4.experiments.bench.warmup import compile_tasks, run_tasks
 from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import SampleStore
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from page4.experiments.calibrate.state import Observed, load
-from page4.experiments.results import CONFIG_FILE, INPUTS_FILE
+from page4.experiments.result_folder import CONFIG_FILE, INPUTS_FILE
 from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 

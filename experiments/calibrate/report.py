@@ -9,7 +9,7 @@ from typing import Any, get_args
 from page4.experiments.calibrate.config import CalibrateConfig
 from page4.experiments.calibrate.figure import plot_magnitudes
 from page4.experiments.calibrate.state import Observed
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kvcache import KVFormat, ScalePair, get_format
 from page4.kvcache.magnitudes import Magnitudes

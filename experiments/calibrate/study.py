@@ -18,7 +18,7 @@ from page4.experiments.calibrate.windows import Window, cut_windows, digest, own
 from page4.experiments.info import CHECKPOINT
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.prompt_windows import SHIPPED, Text, read_texts
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError
 from page4.kvcache.overlay import OverlayBase

@@ -12,7 +12,7 @@ from page4.experiments.capacity.geometry import PUBLIC, load_geometry
 from page4.experiments.capacity.origin import explained
 from page4.experiments.capacity.report import figure, markdown, summarise
 from page4.experiments.progress import Reporter
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 
 
 def run(config: CapacityConfig, out: Path, progress: Reporter | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from page4.experiments.quant_error.summary import (
 )
 from page4.experiments.quant_error.table import markdown_table
 from page4.experiments.quant_error.theory import rounding_error
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from page4.experiments.calibrate.state import Observed, load, save
 from page4.experiments.calibrate.windows import Window
 from page4.experiments.quant_error.config import Arm, QuantErrorConfig
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kvcache import KVScales
 from page4.model import Qwen4ExpForCausalLM
 from page4.spec_decode import observe_texts

@@ -19,7 +19,7 @@ from page4.experiments.quant_error.measure import KEY, LAYER_COLUMNS, LOGIT_COLU
 from page4.experiments.quant_error.prompts import Prompts, calibration_windows
 from page4.experiments.quant_error.report import write_report
 from page4.experiments.quant_error.scales import arm_scales
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row, SampleStore
 from page4.experiments.tokenizer import load_tokenizer
 from page4.kernels.errors import InputError

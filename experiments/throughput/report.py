@@ -11,7 +11,7 @@ from matplotlib import figure
 
 from page4.experiments import markdown
 from page4.experiments.plots import Series, format_tokens, plot_changes
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row, read_samples
 from page4.experiments.statistics import LEAST_CLUSTERS
 from page4.experiments.throughput.config import ThroughputConfig

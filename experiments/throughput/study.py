@@ -13,7 +13,7 @@ from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.plots import format_tokens
 from page4.experiments.progress import Reporter, Silent
 from page4.experiments.prompt_windows import SHIPPED, Anchor, choose_anchors, cut_prompt, load_texts, nonce
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import SampleStore
 from page4.experiments.throughput.config import ThroughputConfig
 from page4.experiments.throughput.measure import COLUMNS, KEY, ArmDecoder

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from page4.experiments.finished_study import is_finished, read_config, read_or_measure
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 
 

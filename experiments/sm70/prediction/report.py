@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from page4.experiments.markdown import table
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import cell_label
 from page4.experiments.sm70.prediction.config import PredictConfig

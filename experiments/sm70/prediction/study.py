@@ -11,7 +11,7 @@ from typing import Any
 
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row, SampleStore
 from page4.experiments.sm70.compiling import Compiler
 from page4.experiments.sm70.prediction.attention import FAILURES, attention_digest, predict_attention

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import cell_label
 from page4.experiments.sm70.prediction.goals import Verdict, judge, judge_step_kernels

@@ -12,7 +12,7 @@ import torch
 from page4.experiments.bench.machine import Machine
 from page4.experiments.kernel_provenance import study_kernels
 from page4.experiments.progress import Reporter, Silent
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.experiments.samples import Row
 from page4.experiments.sm70.prediction.cells import CELL_COLUMNS, cell_label
 from page4.experiments.sm70.validation.config import ValidateConfig

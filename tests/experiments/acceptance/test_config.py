@@ -50,7 +50,7 @@ def test_quick_is_smaller_in_every_way() -> None:
     )
     assert quick.lengths is not None and full.lengths is not None
     assert sum(quick.lengths) < sum(full.lengths) / 10
-    assert quick.rounds_per_prompt < full.rounds_per_prompt
+    assert (quick.rounds_per_prompt or 0) < (full.rounds_per_prompt or 0)
 
 
 def test_a_prompt_has_the_same_luck_in_every_arm_and_another_seed_other_luck() -> None:

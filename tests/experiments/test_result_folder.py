@@ -13,7 +13,7 @@ import yaml
 from matplotlib.figure import Figure
 from PIL import Image
 
-from page4.experiments.results import ResultFolder
+from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 
 
