@@ -14,7 +14,7 @@ def quant_error(
     quick: Quick = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what KV formats and scale rules change: K and V, attention outputs, selections, logits.
+    """Measure what KV formats and scale rules change: K and V, attention outputs, selections, logits, loss.
 
     By layer, position and context length, against an unquantised cache on the same real text, with the theory
     of rounding beside it. Results go to results/quant-error, or to --out: samples, summary with confidence

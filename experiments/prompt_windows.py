@@ -131,6 +131,10 @@ def nonce(seed: int, prompt_id: str, nonce_id: int) -> str:
     return f"Request {digest[:12]}.\n\n"
 
 
+NONCE_CHARACTERS = len(nonce(0, "", 0))
+"""Of every nonce; each of its tokens has at least one."""
+
+
 def cut_prompt(anchor: Anchor, length: int, nonce_tokens: Sequence[int], rounds_span: int = 0) -> list[int]:
     """Nonce and context, `length` tokens together, then `rounds_span` tokens of the text from the anchor on.
 

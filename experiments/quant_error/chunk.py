@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from page4.experiments.quant_error.compare import flips, jaccard, kl_divergence
+from page4.experiments.quant_error.compare import flips, jaccard, kl_divergence, token_loss
 from page4.experiments.quant_error.config import Arm, Window
 from page4.experiments.quant_error.passes import Passage
 from page4.experiments.quant_error.sums import Sums
@@ -31,6 +31,7 @@ class Chunk:
         windows: Those that the rows are to be put together in; at least one, and each has some of the rows.
         stride: One row in so many has its selected blocks compared, counted from the end of each window.
         base: The rows' unquantised passage.
+        following: The token after each row and one more, int64 `[rows + 1]`, on any device.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Chunk:
         windows: Sequence[Window],
         stride: int,
         base: Passage,
+        following: Tensor,
     ) -> None:
         self._model = model
         self._base = base
@@ -64,6 +66,10 @@ class Chunk:
         }
         self._selected = {name: self._select(call) for name, call in base.calls.items()}
         self._logits = self._logits_of(base)
+        following = following.to(model.device)
+        # The target's row at position p predicts token p + 1; the draft's has read that one.
+        self._targets = {TARGET: self._rows(following[:-1]), DRAFT_LAYER: self._rows(following[1:])}
+        self._loss = {name: token_loss(logits, self._targets[name]) for name, logits in self._logits.items()}
 
     def compare_layers(
         self, arm: Arm, passage: Passage, replayed: Mapping[str, SparseCall], sums: Sums
@@ -85,12 +91,18 @@ class Chunk:
                 sums.add((arm.name, window, name), ("jaccard", "picked"), values)
 
     def compare_logits(self, arm: Arm, passage: Passage, sums: Sums) -> None:
-        """Add how far an arm's predictions are from the unquantised ones."""
+        """Add how far an arm's predictions are from the unquantised ones, and both from the text."""
         for name, logits in self._logits_of(passage).items():
             base = self._logits[name]
-            divergence = kl_divergence(base, logits)
-            values = torch.stack([divergence, flips(base, logits).double(), torch.ones_like(divergence)])
-            self._add(sums, arm, name, ("kl", "flips", "rows"), values)
+            loss = token_loss(logits, self._targets[name])
+            by_row = {
+                "kl": kl_divergence(base, logits),
+                "flips": flips(base, logits).double(),
+                "loss": loss,
+                "loss_change": loss - self._loss[name],  # row by row, so that no small change is lost
+                "rows": torch.ones_like(loss),
+            }
+            self._add(sums, arm, name, tuple(by_row), torch.stack(list(by_row.values())))
 
     def _within(self, window: Window) -> range:
         return range(max(window.first, self._first), min(window.stop, self._stop))

@@ -1,9 +1,10 @@
-"""How far two selections and two predictions are apart, row by row."""
+"""How far two selections and two predictions are apart, and predictions from the text, row by row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def jaccard(a: Tensor, b: Tensor) -> Tensor:
@@ -32,3 +33,13 @@ def flips(reference: Tensor, other: Tensor) -> Tensor:
     Shapes: `[N, V]`; returns bool `[N]`.
     """
     return reference.argmax(-1) != other.argmax(-1)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of the tokens that follow, in nats.
+
+    In float64, as the divergence is: what a good format adds to it is small.
+
+    Shapes: `[N, V]` and int64 `[N]`; returns float64 `[N]`.
+    """
+    return F.cross_entropy(logits.double(), targets, reduction="none")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
+from page4.experiments.prompt_windows import NONCE_CHARACTERS
 from page4.kernels.errors import InputError
 from page4.kvcache import get_format
 from page4.kvcache.scale_rules import ScaleRule
@@ -59,7 +60,7 @@ class QuantErrorConfig:
         lengths: Context lengths in tokens, ascending, nonce included.
         num_prompts: Anchors, the same ones at every length.
         scored_tokens: Rows at the end of every prompt that are put together; they predict the same tokens at
-            every length.
+            every length that has the nonce before them, see `scored_alike`.
         first_bucket: Positions of the longest prompts are put together up to here and from there to every
             power of two of it.
         selection_stride: One row in so many has its selected blocks compared.
@@ -109,7 +110,7 @@ class QuantErrorConfig:
         "cpu": {
             "backend": "reference",
             "dtype": "float32",
-            "lengths": (512, 3072),
+            "lengths": (1024, 3072),
             "num_prompts": 6,
             "prefill_chunk": 1024,
         },
@@ -146,8 +147,12 @@ class QuantErrorConfig:
         )
 
     def scored(self, length: int) -> Window:
-        """The rows at the end of a prompt, which predict the same tokens at every length."""
+        """The rows at the end of a prompt."""
         return Window(max(0, length - self.scored_tokens), length)
+
+    def scored_alike(self, length: int) -> bool:
+        """Whether they predict the same tokens as those of every longer prompt: none of the nonce's."""
+        return length - self.scored_tokens >= NONCE_CHARACTERS
 
     @property
     def buckets(self) -> list[Window]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -10,7 +11,7 @@ from page4.experiments.plots import format_tokens
 from page4.experiments.quant_error.chunk import TARGET
 from page4.experiments.quant_error.config import QuantErrorConfig, Window
 from page4.experiments.quant_error.panels import Line, Panel, plot_panels
-from page4.experiments.quant_error.summary import Metrics, unquantised_format
+from page4.experiments.quant_error.summary import UNQUANTISED, Metrics, unquantised_format
 from page4.experiments.quant_error.theory import rounding_error
 from page4.model.observation import DRAFT_LAYER
 
@@ -77,6 +78,9 @@ class Figures:
             self._lengths(f"argmax flips, {name}", "share of rows", "flips", name, True, False)
             for name in names
         ]
+        if self._metrics.has_loss:
+            panels += [self._loss_change(name) for name in names]
+            panels += [self._unquantised_loss(name) for name in names]
         title = f"Predictions by context length, {self._base}"
         return plot_panels(panels, len(names), title, f"{self._scored}; {self._bars}; {_OFF}")
 
@@ -136,6 +140,21 @@ class Figures:
         places = [(length, self._config.scored(length), layer) for length in lengths]
         lines = self._lines(name, places)
         return Panel(title, "context length (tokens)", ylabel, lengths, lines, percent, logarithmic)
+
+    def _loss_change(self, name: str) -> Panel:
+        """What arms add to the loss, by context length."""
+        panel = self._lengths(f"loss change, {name}", "change (nats)", "loss_change", name, logarithmic=False)
+        return dataclasses.replace(panel, zero=True)
+
+    def _unquantised_loss(self, name: str) -> Panel:
+        """What context is worth without an arm."""
+        lengths = self._config.lengths or ()
+        losses = [
+            self._metrics.get("loss", UNQUANTISED, length, self._config.scored(length), name)
+            for length in lengths
+        ]
+        title, x = f"loss of the unquantised pass, {name}", "context length (tokens)"
+        return Panel(title, x, "loss (nats)", lengths, [Line(None, losses)], logarithmic=False)
 
     def _positions(
         self,

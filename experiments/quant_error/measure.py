@@ -33,9 +33,16 @@ shares of the values. `output` is the attention layer's, of the unquantised pass
 arm's own (`accumulated`). `jaccard` is the mean over rows.
 """
 
-LOGIT_COLUMNS: dict[str, type] = _ABOUT | dict.fromkeys(("kl", "flips"), float)
-"""The same for the logits of target and draft, which stand in the column `layer`: mean KL divergence of the
-unquantised pass from the arm in nats, and the share of rows whose most likely token is another."""
+_LOGIT_MEANS = ("kl", "flips", "loss", "loss_change")
+
+LOGIT_COLUMNS: dict[str, type] = _ABOUT | dict.fromkeys(_LOGIT_MEANS, float)
+"""The same for the logits of target and draft, which stand in the column `layer`.
+
+`kl` is the mean KL divergence of the unquantised pass from the arm in nats, `flips` the share of rows whose
+most likely token is another. `loss` is the mean negative log-likelihood in nats of the text's next token, for
+the draft of its next but one. `loss_change` is that minus the unquantised pass's on the same rows, so
+`loss - loss_change` is that pass's own.
+"""
 
 KEY = tuple(_ABOUT)
 
@@ -80,7 +87,10 @@ class Measurer:
             drafting = self._rows(tokens[1:], start, stop)
             base = unquantised.advance(batch, drafting)
             windows = [w for w in config.windows(length) if w.first < stop and start < w.stop]
-            chunk = Chunk(model, start, stop, windows, config.selection_stride, base) if windows else None
+            chunk = None
+            if windows:
+                following = tokens[start + 1 : stop + 2]
+                chunk = Chunk(model, start, stop, windows, config.selection_stride, base, following)
             for arm, own, replay in passes:
                 passage = own.advance(batch, drafting)
                 replayed = replay.advance(base.calls)
@@ -122,7 +132,7 @@ def _layer_row(sums: Mapping[str, float]) -> Row:
 
 
 def _logit_row(sums: Mapping[str, float]) -> Row:
-    return {name: _short(sums[name] / sums["rows"]) for name in ("kl", "flips")}
+    return {name: _short(sums[name] / sums["rows"]) for name in _LOGIT_MEANS}
 
 
 def _relative(error: float, power: float) -> float:

@@ -19,6 +19,7 @@ from matplotlib.ticker import (
 
 from page4.experiments.plots import COLOURS, format_tokens
 from page4.experiments.quant_error.config import Arm
+from page4.experiments.quant_error.summary import UNQUANTISED
 from page4.experiments.statistics import Estimate
 from page4.kvcache import FORMAT_NAMES
 
@@ -27,9 +28,12 @@ _STYLES = {None: ("o", "-"), "max": ("o", "-"), "percentile": ("s", "--"), "mse"
 
 @dataclass(frozen=True)
 class Line:
-    """Estimates of one arm, one for each x, and what theory expects at each (None: it says nothing)."""
+    """Estimates of one arm, one for each x, and what theory expects at each (None: it says nothing).
 
-    arm: Arm
+    An arm of None is the unquantised pass.
+    """
+
+    arm: Arm | None
     estimates: Sequence[Estimate]
     expected: Sequence[float] | None = None
 
@@ -41,10 +45,11 @@ class Panel:
     Attributes:
         title, xlabel, ylabel: What stands around it.
         ticks: Label of each x; a number is tokens, on a logarithmic axis.
-        lines: One per arm.
+        lines: One per arm, or that of the unquantised pass.
         percent: The values are fractions, shown as percentages.
         logarithmic: Of the y axis; values of 0 are not on it.
         levels: (arm's format, y) of horizontal lines.
+        zero: Whether there is a line at 0, which changes are read against.
     """
 
     title: str
@@ -55,6 +60,7 @@ class Panel:
     percent: bool = False
     logarithmic: bool = True
     levels: Sequence[tuple[str, float]] = ()
+    zero: bool = False
 
 
 def colour_of(kv_format: str) -> str:
@@ -88,6 +94,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.set_yscale("log")
     for kv_format, level in panel.levels:
         axes.axhline(level, color=colour_of(kv_format), linewidth=0.8, linestyle=(0, (6, 3)), alpha=0.7)
+    if panel.zero:
+        axes.axhline(0, color="black", linewidth=0.8)
     numeric = all(isinstance(tick, int) for tick in panel.ticks)
     places = [math.log2(tick) if isinstance(tick, int) else x for x, tick in enumerate(panel.ticks)]
     gaps = [b - a for a, b in itertools.pairwise(places)]
@@ -119,10 +127,13 @@ def _line(axes: Axes, line: Line, x: Sequence[float], joined: bool, panel: Panel
     def shown(y: float) -> float:
         return math.nan if panel.logarithmic and y <= 0 else y
 
-    colour, (marker, style) = colour_of(line.arm.kv_format), _STYLES[line.arm.rule]
+    rule, colour, label = None, "0.45", UNQUANTISED
+    if line.arm is not None:
+        rule, colour, label = line.arm.rule, colour_of(line.arm.kv_format), line.arm.name
+    marker, style = _STYLES[rule]
     axes.plot(
         x, [shown(e.value) for e in line.estimates], color=colour, marker=marker, markersize=4.5,
-        linewidth=1.2, linestyle=style if joined else "none", label=line.arm.name, clip_on=False,
+        linewidth=1.2, linestyle=style if joined else "none", label=label, clip_on=False,
     )  # fmt: skip
     low, high = [shown(e.low) for e in line.estimates], [shown(e.high) for e in line.estimates]
     axes.vlines(x, low, high, color=colour, linewidth=1.2)

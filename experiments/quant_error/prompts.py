@@ -22,6 +22,8 @@ from page4.experiments.prompt_windows import (
 from page4.experiments.quant_error.config import QuantErrorConfig
 from page4.kernels.errors import InputError
 
+_FOLLOWING = 2  # tokens of the text from the anchor on
+
 
 class Prompts:
     """Anchors, and what is read before them.
@@ -36,7 +38,7 @@ class Prompts:
     def __init__(self, config: QuantErrorConfig, encode: Encode) -> None:
         assert config.lengths is not None and config.num_prompts is not None
         texts = load_texts(config.prompts or SHIPPED, encode, config.texts)
-        self.anchors = choose_anchors(texts, config.num_prompts, config.lengths[-1], 1, config.seed)
+        self.anchors = choose_anchors(texts, config.num_prompts, config.lengths[-1], _FOLLOWING, config.seed)
         self._nonces = [encode(nonce(config.seed, anchor.id, 0)) for anchor in self.anchors]
         longest = max(map(len, self._nonces))
         if longest >= config.lengths[0]:
@@ -45,8 +47,11 @@ class Prompts:
             )
 
     def tokens(self, index: int, length: int) -> list[int]:
-        """A prompt of `length` tokens, nonce included, and the token after it, which the draft reads."""
-        return cut_prompt(self.anchors[index], length, self._nonces[index], 1)
+        """A prompt of `length` tokens, nonce included, and the two tokens after it.
+
+        The last row predicts the first of them; the draft's reads that one and predicts the second.
+        """
+        return cut_prompt(self.anchors[index], length, self._nonces[index], _FOLLOWING)
 
     def digest(self) -> str:
         """SHA-256 of the texts' tokens."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,8 @@ UNITS = {
     "jaccard": "fraction",
     "kl": "nats",
     "flips": "fraction",
+    "loss": "nats",
+    "loss_change": "nats",
 }
 """Every measured quantity and its unit; see the columns of the samples."""
 
@@ -54,11 +57,18 @@ METRIC_COLUMNS: dict[str, type] = {
 }
 """Of `summary.csv`."""
 
+UNQUANTISED = "unquantised"
+"""In the place of an arm, the pass that arms are compared with.
+
+Its `loss` follows from any arm's samples; `loss_from_shorter` is that minus its loss at the next shorter
+length, of the same prompts and the same tokens.
+"""
+
 _NOT_MEASURED = Estimate(math.nan, math.nan, math.nan, 0)
 
 
 class Place(NamedTuple):
-    """What an estimate is about: arm, context length, window of its positions, and layer or logits."""
+    """What an estimate is about: arm or `UNQUANTISED`, context length, window in it, layer or logits."""
 
     arm: str
     length: int
@@ -68,7 +78,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One estimated quantity: a mean over prompts, or its change against the reference arm."""
+    """One estimated quantity: a mean over prompts, or a change of one that is paired on the prompt."""
 
     name: str
     place: Place
@@ -120,6 +130,11 @@ class Metrics:
         """Names of the logits, the target's first."""
         return list(dict.fromkeys(m.place.layer for m in self.all if m.name == "kl"))
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the study measured the loss; the first ones did not."""
+        return any(m.name == "loss" for m in self.all)
+
 
 def unquantised_format(config: QuantErrorConfig) -> str:
     """What the pass that arms are compared with stores: the activations' own dtype."""
@@ -152,6 +167,7 @@ def summarise(config: QuantErrorConfig, layers: Sequence[Row], logits: Sequence[
                     of_reference = values[place._replace(arm=reference)][name]
                     change = _change(config, of_prompts, of_reference)
                     metrics.append(Metric(f"{name}_change", place, "percent", change))
+        metrics += _unquantised_loss(config, values)
     return Metrics(metrics)
 
 
@@ -170,6 +186,26 @@ def _by_place(rows: Sequence[Row]) -> dict[Place, dict[str, NDArray[np.float64]]
         place: {name: np.array([row[name] for row in group]) for name in UNITS if name in group[0]}
         for place, group in grouped.items()
     }
+
+
+def _unquantised_loss(
+    config: QuantErrorConfig, values: Mapping[Place, Mapping[str, NDArray[np.float64]]]
+) -> list[Metric]:
+    """The unquantised pass's loss everywhere, and what each longer context changes of it."""
+    unit = UNITS["loss"]
+    losses = {
+        place._replace(arm=UNQUANTISED): columns["loss"] - columns["loss_change"]
+        for place, columns in values.items()
+        if place.arm == config.arms[0].name and "loss" in columns
+    }
+    metrics = [Metric("loss", place, unit, _mean(config, loss, True)) for place, loss in losses.items()]
+    for shorter, longer in itertools.pairwise(config.lengths or ()):
+        for place, loss in losses.items():
+            if place[1:3] == (longer, config.scored(longer)) and config.scored_alike(shorter):
+                before = losses[place._replace(length=shorter, window=config.scored(shorter))]
+                change = _mean(config, loss - before, True)
+                metrics.append(Metric("loss_from_shorter", place, unit, change))
+    return metrics
 
 
 def _mean(config: QuantErrorConfig, values: NDArray[np.float64], with_interval: bool) -> Estimate:

@@ -7,14 +7,17 @@ import math
 from page4.experiments.markdown import table
 from page4.experiments.plots import format_tokens
 from page4.experiments.quant_error.config import QuantErrorConfig
-from page4.experiments.quant_error.summary import Metrics, reference_arm, unquantised_format
+from page4.experiments.quant_error.summary import UNQUANTISED, Metrics, reference_arm, unquantised_format
 from page4.experiments.quant_error.theory import rounding_error
 from page4.experiments.statistics import LEAST_CLUSTERS, Estimate
 
 
 def markdown_table(config: QuantErrorConfig, metrics: Metrics) -> str:
     """All tables as Markdown."""
-    parts = [_stored(config, metrics), _predictions(config, metrics), _notes(config)]
+    parts = [_stored(config, metrics), _predictions(config, metrics)]
+    if metrics.has_loss:
+        parts.append(_context(config, metrics))
+    parts.append(_notes(config, metrics))
     return "\n\n".join(parts) + "\n"
 
 
@@ -52,6 +55,8 @@ def _predictions(config: QuantErrorConfig, metrics: Metrics) -> str:
         header += [f"{name} KL, millinats", f"{name} flips"]
         if reference is not None:
             header.append(f"{name} KL against {reference}")
+        if metrics.has_loss:
+            header.append(f"{name} loss change, millinats")
     rows = []
     for arm in config.arms:
         for length in config.lengths or ():
@@ -65,13 +70,37 @@ def _predictions(config: QuantErrorConfig, metrics: Metrics) -> str:
                 ]
                 if reference is not None:
                     cells.append(_number(metrics.get("kl_change", *place, name), "{:+.0f}", " %"))
+                if metrics.has_loss:
+                    cells.append(_millinats(metrics.get("loss_change", *place, name)))
             rows.append(cells)
     return f"**Predictions, last {config.scored_tokens} tokens of every context**\n\n{table(header, rows)}"
 
 
-def _notes(config: QuantErrorConfig) -> str:
+def _context(config: QuantErrorConfig, metrics: Metrics) -> str:
+    """What more context is worth to the unquantised pass."""
+    header = ["context"]
+    for name in metrics.logits:
+        header += [f"{name} loss, nats", "from the next shorter, millinats"]
+    rows = []
+    for length in config.lengths or ():
+        cells = [format_tokens(length)]
+        for name in metrics.logits:
+            place = (UNQUANTISED, length, config.scored(length), name)
+            cells.append(_number(metrics.get("loss", *place), "{:.4f}"))
+            cells.append(_millinats(metrics.get("loss_from_shorter", *place)))
+        rows.append(cells)
+    title = f"**Unquantised loss, last {config.scored_tokens} tokens of every context**"
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _notes(config: QuantErrorConfig, metrics: Metrics) -> str:
     own = unquantised_format(config)
     control = f" The arm {own} stores what that pass stores: a control." if own in config.formats else ""
+    loss = (
+        " The loss is the mean negative log-likelihood of the text's next token, for the draft of the next "
+        "but one; its change is against the unquantised pass, or against the next shorter context, where "
+        "that is asked for the same tokens."
+    )
     return (
         f"{config.num_prompts} prompts of real text on {config.device}, against a pass with an unquantised "
         f"({own}) cache.{control} In brackets: {100 * config.confidence:g} % bootstrap intervals over "
@@ -79,12 +108,17 @@ def _notes(config: QuantErrorConfig) -> str:
         "format's normal values, whatever they are; *expected*: of the values that were stored. *local*: "
         "the layer alone, on the unquantised pass's inputs; *accumulated*: on the arm's own. The KL "
         "divergence is that of the unquantised prediction from the arm's; the draft's is of its first step."
+        f"{loss if metrics.has_loss else ''}"
     )
 
 
 def _percent(estimate: Estimate, interval: bool = False) -> str:
     shown = estimate if interval else Estimate(estimate.value, math.nan, math.nan, estimate.clusters)
     return _number(shown.scaled(100), "{:.3g}", " %")
+
+
+def _millinats(change: Estimate) -> str:
+    return _number(change.scaled(1000), "{:+.3g}")
 
 
 def _number(estimate: Estimate, style: str, unit: str = "") -> str:

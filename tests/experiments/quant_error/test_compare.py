@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from page4.experiments.quant_error.compare import flips, jaccard, kl_divergence
+from page4.experiments.quant_error.compare import flips, jaccard, kl_divergence, token_loss
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=5, max_size=5)
 
@@ -48,3 +48,15 @@ def test_divergence_is_never_negative_and_only_zero_of_equals(a: list[float], b:
 def test_a_flip_is_another_most_likely_token() -> None:
     a, b = torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([[0.5, 0.9], [0.0, 1.0]])
     assert flips(a, b).tolist() == [False, True]
+
+
+def test_loss_is_what_the_true_token_was_not_expected_by() -> None:
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.25, 0.625]], dtype=torch.float64)
+    found = token_loss(p.log() + torch.tensor([[3.0], [-50.0]]), torch.tensor([1, 0]))
+    assert found.tolist() == pytest.approx([math.log(4), math.log(8)], rel=1e-12)
+
+
+def test_small_losses_are_not_lost() -> None:
+    """Of a token that is all but certain: to second order what is left to the others, under FP32's 2^-24."""
+    found = token_loss(torch.tensor([[20.0, 0.0]]), torch.tensor([0])).item()
+    assert found == pytest.approx(math.exp(-20), rel=math.exp(-20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
@@ -76,7 +78,14 @@ def test_every_arm_has_every_window_of_every_prompt_and_layer(finished: Finished
 
 
 class ByHand:
-    """The first prompt at its longest, whole and by itself: logits, K and V of the first sparse layer."""
+    """The first prompt at its longest, whole and by itself.
+
+    Attributes:
+        target, draft: Logits, float64 `[96, V]`.
+        tokens: The prompt's, int64 `[96]`.
+        following: What the text says they predict, by the same names, int64 `[96]`.
+        k, v: Of the first sparse layer.
+    """
 
     def __init__(self, config: QuantErrorConfig, kv_format: str, scales: KVScales | None) -> None:
         assert config.model is not None
@@ -90,10 +99,16 @@ class ByHand:
             segment = Segment(0, 0, torch.tensor(tokens), model.preceding(tokens, 0), decode=False)
             return RowBatch.pack([segment], model.device)
 
-        streams = model.forward_rows(batch(ids[:-1]), cache)
+        streams = model.forward_rows(batch(ids[:96]), cache)
         self.target = model.logits(streams).double().numpy()
-        self.draft = model.draft_logits(model.draft_rows(batch(ids[1:]), streams, cache)).double().numpy()
+        self.draft = model.draft_logits(model.draft_rows(batch(ids[1:97]), streams, cache)).double().numpy()
+        self.tokens = torch.tensor(ids[:96])
+        self.following = {"target": torch.tensor(ids[1:97]), "draft": torch.tensor(ids[2:98])}
         self.k, self.v = decoded_rows(cache.qsa[0], 0, 0, 96)
+
+    def losses(self, name: str) -> torch.Tensor:
+        """Float64 `[96]`, in nats."""
+        return F.cross_entropy(torch.from_numpy(getattr(self, name)), self.following[name], reduction="none")
 
 
 def divergence(p_logits: NDArray[np.float64], q_logits: NDArray[np.float64]) -> float:
@@ -129,6 +144,13 @@ def test_samples_are_what_float64_finds_by_hand(tiny: Tiny, finished: Finished, 
         p, q = (getattr(hand, name)[32:64] for hand in (exact, stored))
         assert float(row["kl"]) == pytest.approx(divergence(p, q), rel=SIX_DIGITS)
         assert float(row["flips"]) == (p.argmax(1) != q.argmax(1)).mean()
+        before, after = exact.losses(name), stored.losses(name)
+        for first, stop in ((32, 64), (76, 96)):  # the second reaches the last row
+            place = {"arm": arm, "length": 96, "first": first, "layer": name, "prompt": prompt}
+            (row,) = where(rows_of(out / "logits.csv"), **place)
+            assert float(row["loss"]) == pytest.approx(after[first:stop].mean().item(), rel=SIX_DIGITS)
+            change = (after - before)[first:stop].mean().item()
+            assert float(row["loss_change"]) == pytest.approx(change, rel=SIX_DIGITS) and abs(change) > 1e-6
 
 
 def test_the_first_sparse_layer_sees_the_unquantised_inputs(finished: Finished) -> None:
@@ -176,8 +198,10 @@ def test_an_arm_that_stores_what_it_is_given_changes_nothing(
     assert summary["reference"] is None
     assert json.loads((tmp_path / "out" / "scales.json").read_text()) == {}
     for metric in rows_of(tmp_path / "out" / "summary.csv"):
-        expected = 1 if metric["metric"] == "jaccard" else 0
-        assert float(metric["value"]) == expected or "subnormal" in metric["metric"]
+        if metric["metric"] == "loss":
+            assert float(metric["value"]) > 0 and metric["arm"] in (kv_format, "unquantised")
+        elif "subnormal" not in metric["metric"]:
+            assert float(metric["value"]) == (1 if metric["metric"] == "jaccard" else 0)
 
 
 def test_the_cut_into_chunks_does_not_matter(tiny: Tiny, finished: Finished, tmp_path: Path) -> None:
@@ -253,6 +277,45 @@ def test_a_folder_of_another_configuration_is_refused(tiny: Tiny, finished: Fini
         run(tiny(rules=("max",)), finished[0])
 
 
+def test_the_unquantised_loss_is_that_of_the_model_whatever_the_chunks(
+    tiny: Tiny, finished: Finished, tmp_path: Path
+) -> None:
+    """Of the whole prompt, beside chunks of 7 rows, whose ends lie in the middle of windows.
+
+    FP32 sums in another order move logits of up to 10 by some 2^-20 of themselves: 1e-5 nats. Samples are
+    rounded to six digits.
+    """
+    config = tiny(prefill_chunk=7, formats=("fp32", "int8"), num_prompts=1)
+    run(config, tmp_path / "out")
+    hand = ByHand(config, "fp32", None)
+    assert config.model is not None
+    whole = Qwen4ExpForCausalLM.from_pretrained(config.model)(hand.tokens[None]).logits[0].double()
+    losses = F.cross_entropy(whole, hand.following["target"], reduction="none")
+    torch.testing.assert_close(losses, hand.losses("target"), rtol=0, atol=1e-5)
+    rows = rows_of(tmp_path / "out" / "logits.csv")
+    for first, stop in ((0, 32), (32, 64), (64, 96), (76, 96)):
+        for name, expected in (("target", losses), ("draft", hand.losses("draft"))):
+            mean = expected[first:stop].mean().item()
+            wanted = pytest.approx(mean, abs=1e-5 + SIX_DIGITS * mean)
+            place = {"length": 96, "first": first, "stop": stop, "layer": name}
+            (kept,), (quantised,) = (where(rows, arm=arm, **place) for arm in ("fp32", "int8"))
+            assert float(kept["loss"]) == wanted and float(kept["loss_change"]) == 0
+            assert float(quantised["loss"]) - float(quantised["loss_change"]) == wanted
+            assert float(quantised["loss_change"]) != 0
+
+
+def test_a_prompt_goes_on_as_its_text_does(tiny: Tiny) -> None:
+    config = tiny().resolve()
+    assert config.model is not None
+    tokenizer = load_tokenizer(config.model)
+    prompts = Prompts(config, lambda text: tokenizer.encode(text).ids)
+    for index, anchor in enumerate(prompts.anchors):
+        for length in (48, 96):
+            tokens, text, end = prompts.tokens(index, length), anchor.text.tokens, anchor.position
+            assert len(tokens) == length + 2 and tokens[-2:] == text[end : end + 2]
+            assert tokens[23:] == text[end - length + 23 : end + 2]  # behind a nonce of 23 characters
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -271,6 +334,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match=message):
         run(tiny(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_prompts_may_take_every_position_and_no_more(
+    tiny: Tiny, tmp_path: Path, checkpoint: Path, finished: Finished
+) -> None:
+    """The two tokens behind a prompt have none: one is the last row's answer, one the draft's."""
+    folder = tmp_path / "short"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 96}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    run(tiny(model=folder, formats=("int8",)), tmp_path / "out")
+    for name in ("samples.csv", "logits.csv"):
+        wanted = where(rows_of(finished[0] / name), arm="int8")
+        assert rows_of(tmp_path / "out" / name) == wanted
+    with pytest.raises(InputError, match="a length of 97 tokens exceeds the model's 96 positions"):
+        run(tiny(model=folder, formats=("int8",), lengths=(48, 97)), tmp_path / "too_long")
 
 
 def test_a_corpus_from_the_prompts_texts_is_refused(tiny: Tiny, texts: Path, tmp_path: Path) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from page4.experiments.quant_error import QuantErrorConfig
 from page4.experiments.quant_error.config import Window
-from page4.experiments.quant_error.summary import METRIC_COLUMNS, Metrics, reference_arm, summarise
+from page4.experiments.quant_error.figures import Figures
+from page4.experiments.quant_error.summary import (
+    METRIC_COLUMNS,
+    UNQUANTISED,
+    Metrics,
+    reference_arm,
+    summarise,
+)
+from page4.experiments.quant_error.table import markdown_table
 from page4.experiments.samples import to_csv
 
 DIVERGENCES = [0.3, 0.1, 0.8, 0.2, 0.5, 0.4, 0.9, 0.7]
@@ -63,3 +72,60 @@ def test_metrics_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert found.logits == metrics.logits == ["target"]
     flips = found.get("flips", "int8", 64, END, "target")
     assert (flips.value, flips.clusters) == (0.25, 8)
+
+
+def loss_rows(arm: str, length: int, losses: list[float], change: float) -> list[dict[str, Any]]:
+    """Of the last 32 tokens: each prompt's unquantised loss, to which the arm adds `change`."""
+    about = {"arm": arm, "length": length, "first": length - 32, "stop": length, "flips": 0.25}
+    about["loss_change"] = change
+    return [
+        about | {"layer": name, "prompt": f"text@{i}", "kl": loss / 100, "loss": loss + change}
+        for name in ("target", "draft")
+        for i, loss in enumerate(losses)
+    ]
+
+
+def losing(lengths: tuple[int, ...]) -> tuple[QuantErrorConfig, Metrics]:
+    """Prompts differ by several nats; every doubling of the context takes 0.05 from all of them."""
+    wanted = config(lengths=lengths, scored_tokens=32, num_prompts=8, dtype="float32")
+    rows: list[dict[str, Any]] = []
+    for arm, change in (("fp16", 0.0), ("e4m3-max", 0.002), ("int8", -0.001)):
+        for length in lengths:
+            losses = [2 + 3 * kl - 0.05 * np.log2(length) for kl in DIVERGENCES]
+            rows += loss_rows(arm, length, losses, change)
+    return wanted, summarise(wanted, [], rows)
+
+
+def test_the_unquantised_loss_and_what_context_takes_from_it() -> None:
+    wanted, metrics = losing((64, 256))
+    for length in (64, 256):
+        place = (length, wanted.scored(length), "draft")
+        loss = metrics.get("loss", UNQUANTISED, *place)
+        assert loss.value == pytest.approx(2 + 3 * np.mean(DIVERGENCES) - 0.05 * np.log2(length))
+        assert loss.high - loss.low > 0.5  # prompts differ
+        change = metrics.get("loss_change", "e4m3-max", *place)
+        assert [change.value, change.low, change.high] == pytest.approx([0.002] * 3)
+        assert metrics.get("loss", "e4m3-max", *place).value == pytest.approx(loss.value + 0.002)
+    fall = metrics.get("loss_from_shorter", UNQUANTISED, 256, wanted.scored(256), "draft")
+    assert [fall.value, fall.low, fall.high] == pytest.approx([-0.1] * 3)
+    first = metrics.get("loss_from_shorter", UNQUANTISED, 64, wanted.scored(64), "draft")
+    assert first.clusters == 0  # there is no shorter one
+    assert metrics.logits == ["target", "draft"]
+
+
+def test_context_is_not_compared_where_it_changes_what_is_asked() -> None:
+    """A nonce has 23 characters, so the last 32 of 48 tokens may begin in it."""
+    wanted, metrics = losing((48, 64, 128))
+    assert metrics.get("loss_from_shorter", UNQUANTISED, 64, wanted.scored(64), "target").clusters == 0
+    assert metrics.get("loss_from_shorter", UNQUANTISED, 128, wanted.scored(128), "target").clusters == 8
+
+
+def test_the_loss_is_shown_where_it_was_measured() -> None:
+    wanted, measured = losing((64, 256))
+    older = Metrics(metric for metric in measured.all if "loss" not in metric.name)
+    tables = {metrics: markdown_table(wanted, metrics) for metrics in (measured, older)}
+    assert "| 256 | 3.0625 [" in tables[measured] and "| -100 [-100, -100] |" in tables[measured]
+    assert "draft loss change, millinats" in tables[measured] and "+2 [+2, +2]" in tables[measured]
+    assert "loss" not in tables[older]
+    panels = [len(Figures(wanted, metrics)._by_length().axes) for metrics in (measured, older)]
+    assert panels == [8, 4]
