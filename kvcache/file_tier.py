@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from page4.kernels.atomic import atomic_path, is_leftover, remove_leftovers
 from page4.kernels.errors import InputError
 from page4.kernels.folder_lock import lock_folder
 
+from .file_index import FileIndex, StoredGroup, is_group
 from .prefix_chain import Key
 from .strict_json import parse_json
 from .tensor_file import save_tensors
@@ -28,27 +28,38 @@ VERSION = "1"
 IDENTITY_FILE = "identity.json"
 _LOCK_FILE = "lock"
 _TENSOR = "group"
-_GROUP = re.compile(r"([0-9a-f]{64})\.safetensors")
+_HEADER = 512  # bytes of a file before the group's, at most
 
 
 class FileTier:
     """One safetensors file a group, named by its key: written whole or not at all, checked when read.
 
     ``identity.json`` says which model and cache the groups belong to. Files are written beside everything
-    else, by a thread that touches host memory only.
+    else, by a thread that touches host memory only. The groups used longest ago make room for others: their
+    files are removed before a new one is begun, so the limit holds at any time.
 
     Args:
         folder: made unless it is there; one process at a time may use it.
         identity: of model and cache, names and values for people.
+        limit: bytes of all groups' files.
+        largest: bytes of the largest group.
     Raises:
-        InputError: the folder is in use, holds something else, or belongs to another identity or version.
+        InputError: the limit does not hold one group; the folder is in use, holds something else, or belongs
+            to another identity or version.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, str], limit: int, largest: int) -> None:
         self.folder = folder
         self.corrupt = 0
         """Files that were found damaged, and removed."""
+        self.evicted = 0
+        """Files that were removed to make room."""
         self.bytes_written = self.bytes_read = 0
+        if limit < largest + _HEADER:
+            raise InputError(
+                f"the file tier has {limit / 2**30:.3g} GiB, one group takes {largest / 2**30:.3g}: "
+                "raise folder_gib or lower the snapshot interval"
+            )
         if os.path.lexists(folder) and not folder.is_dir():
             raise InputError(f"{folder} is a file, expected a folder of a prefix cache")
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,22 +72,37 @@ class FileTier:
         try:
             _check_identity(folder / IDENTITY_FILE, self._identity)
             remove_leftovers(folder)
-            self._keys = _find_groups(folder)
+            self._index = FileIndex(folder, limit)
+            self._remove(self._index.evict())
         except BaseException:
             self._lock.close()
             raise
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix-files")
-        self._writing: deque[tuple[Key, Future[int]]] = deque()
+        self._writing: deque[tuple[Key, StoredGroup, Future[int]]] = deque()
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._keys
+        return key in self._index
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all groups' files; of those that are being written, the most they may take."""
+        return self._index.nbytes
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """Groups have been used, in this order: the last of them makes room last.
+
+        Those that are not here are left out.
+        """
+        for key in keys:
+            self._index.use(key)
 
     def write(self, key: Key, pages: int, data: Tensor) -> None:
         """Begins to write a group of so many pages, uint8 ``[nbytes]``; :meth:`written` ends it."""
-        self._writing.append((key, self._writer.submit(self._write, key, pages, data)))
+        group, evicted = self._index.add(key, data.nbytes + _HEADER)
+        self._writing.append((key, group, self._writer.submit(self._write, key, pages, data, group, evicted)))
 
     def written(self, wait: bool = False) -> list[Key]:
         """Groups whose writing has ended since the last call.
@@ -85,16 +111,22 @@ class FileTier:
             OSError: one could not be written.
         """
         ended = []
-        while self._writing and (wait or self._writing[0][1].done()):
-            key, future = self._writing.popleft()
-            self.bytes_written += future.result()
-            self._keys.add(key)
+        while self._writing and (wait or self._writing[0][2].done()):
+            key, group, future = self._writing.popleft()
+            try:
+                self.bytes_written += future.result()
+            except BaseException:
+                self._index.forget(key, group)
+                raise
+            group.whole = True
             ended.append(key)
         return ended
 
     def read(self, key: Key, pages: int, nbytes: int) -> Tensor | None:
-        """A group of so many pages, uint8 ``[nbytes]``; None, and the file is gone, if it is damaged."""
-        path = self._path(key)
+        """A group of so many pages, uint8 ``[nbytes]``; None if it is not here, or damaged and now gone."""
+        if key not in self:
+            return None
+        path = self._index.path(key)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -106,7 +138,7 @@ class FileTier:
             intact = False
         if not intact:
             self.corrupt += 1
-            self._keys.discard(key)
+            self._index.forget(key)
             with contextlib.suppress(OSError):  # what cannot be removed is written over
                 path.unlink()
             return None
@@ -121,13 +153,17 @@ class FileTier:
             self._writer.shutdown()
             self._lock.close()
 
-    def _write(self, key: Key, pages: int, data: Tensor) -> int:
+    def _write(self, key: Key, pages: int, data: Tensor, group: StoredGroup, evicted: list[Key]) -> int:
+        self._remove(evicted)
         metadata = {"pages": str(pages), "checksum": _checksum(key, pages, data)}
-        save_tensors(self._path(key), {_TENSOR: data}, metadata)
+        save_tensors(self._index.path(key), {_TENSOR: data}, metadata)
+        self._index.keep_time(key, group)  # it may have been used since
         return data.nbytes
 
-    def _path(self, key: Key) -> Path:
-        return self.folder / f"{key.hex()}.safetensors"
+    def _remove(self, evicted: list[Key]) -> None:
+        for key in evicted:
+            self._index.path(key).unlink(missing_ok=True)
+            self.evicted += 1
 
 
 def _checksum(key: Key, pages: int, data: Tensor) -> str:
@@ -138,19 +174,7 @@ def _checksum(key: Key, pages: int, data: Tensor) -> str:
 
 
 def _ours(file: Path) -> bool:
-    known = file.name in (IDENTITY_FILE, _LOCK_FILE) or _GROUP.fullmatch(file.name) is not None
-    return known or is_leftover(file)
-
-
-def _find_groups(folder: Path) -> set[Key]:
-    """Keys of the groups that are there; whatever else a user has put there is left alone."""
-    keys = set()
-    for file in folder.iterdir():
-        if name := _GROUP.fullmatch(file.name):
-            if file.is_dir():
-                raise InputError(f"{file} is a folder, expected a file of a prefix cache: remove it")
-            keys.add(bytes.fromhex(name[1]))
-    return keys
+    return file.name in (IDENTITY_FILE, _LOCK_FILE) or is_group(file) or is_leftover(file)
 
 
 def _check_identity(path: Path, identity: Mapping[str, str]) -> None:

@@ -32,6 +32,7 @@ class PrefixConfig:
         snapshots: held on the device at most, in memory that is taken at once.
         host_gib: budget of the host tier, GiB of pinned memory; 0: none.
         folder: of the file tier; None: none. It needs a host tier, which its groups pass through.
+        folder_gib: limit of the folder, GiB; what was used longest ago is removed.
         model: names the weights to the file tier, for example by a digest.
 
     Raises:
@@ -42,6 +43,7 @@ class PrefixConfig:
     snapshots: int = 8
     host_gib: float = 0.0
     folder: Path | None = None
+    folder_gib: float = 16.0
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -51,6 +53,8 @@ class PrefixConfig:
             raise InputError(f"snapshots is {self.snapshots}, expected at least 0")
         if not 0 <= self.host_gib * GIB < float("inf"):
             raise InputError(f"host_gib is {self.host_gib}, expected 0 or more GiB")
+        if not 0 < self.folder_gib * GIB < float("inf"):
+            raise InputError(f"folder_gib is {self.folder_gib}, expected more than 0 GiB")
         if self.folder is not None and not (self.host_gib and self.model):
             raise InputError("a file tier needs a host tier (host_gib above 0) and the name of its model")
 
@@ -132,6 +136,15 @@ class _Match:
     groups: tuple[_Group, ...]
 
 
+@dataclass(frozen=True)
+class _Leaving:
+    """A group on its way to a file, by the copy to the host that comes before; and the groups before it."""
+
+    key: Key
+    copy: Ticket
+    before: list[Key]
+
+
 class PrefixCache:
     """Pages by content and snapshots of states, on the device and in lower tiers.
 
@@ -140,7 +153,7 @@ class PrefixCache:
     a prompt of the same length. What decode steps wrote is not reused: they compute in other shapes.
 
     A *group* is the pages from a multiple of the interval to the next one, or to a snapshot before that.
-    Lower tiers hold whole groups with the state after them.
+    Lower tiers hold whole groups with the state after them. Of a prefix in files, its end makes room first.
 
     Args:
         cache: whose pages and states are kept.
@@ -172,8 +185,10 @@ class PrefixCache:
             budget = int(config.host_gib * GIB)
             self.host = HostTier(cache, budget, config.interval // PAGE_TOKENS)
         if config.folder is not None:
-            self.files = FileTier(config.folder, identity)
-        self._to_files: list[tuple[Key, Ticket]] = []
+            assert self.host is not None
+            limit = int(config.folder_gib * GIB)
+            self.files = FileTier(config.folder, identity, limit, self.host.group_bytes)
+        self._to_files: list[_Leaving] = []
 
     def chain(self, tokens: Sequence[int]) -> PrefixChain:
         """Keys of a prompt, whose last token is not prefilled."""
@@ -236,7 +251,8 @@ class PrefixCache:
         last_chunk = chain.length - chain.length % self._chunk
         if length == 0 or (length % self.config.interval and length not in (last_chunk, chain.length)):
             return
-        start, key = self._group_start(length), chain.key(length)
+        start = self._group_start(length)
+        key, *before = self._group_keys(chain, length)
         keys = chain.page_keys(start, length)
         pages = self._cache.tables.pages(request)[start // PAGE_TOKENS : pages_for(length)]
         for page_key, page in zip(keys, pages, strict=True):
@@ -249,7 +265,7 @@ class PrefixCache:
                 ticket = self.host.offload(key, pages, request)
             if ticket is not None and self.files is not None and key not in self.files:
                 self.host.hold(key)
-                self._to_files.append((key, ticket))
+                self._to_files.append(_Leaving(key, ticket, before))
         self.poll()
 
     def poll(self) -> None:
@@ -258,9 +274,10 @@ class PrefixCache:
             return
         self.host.poll()
         if self.files is not None:
-            while self._to_files and self._to_files[0][1].done():
-                key, _ = self._to_files.pop(0)
-                self.files.write(key, *self.host.content(key))
+            while self._to_files and self._to_files[0].copy.done():
+                leaving = self._to_files.pop(0)
+                self.files.write(leaving.key, *self.host.content(leaving.key))
+                self.files.use(leaving.before)
             for key in self.files.written():
                 self.host.release(key)
 
@@ -293,9 +310,11 @@ class PrefixCache:
         if self.files is not None:
             found["files"] = {
                 "groups": len(self.files),
+                "bytes": self.files.nbytes,
                 "bytes_written": self.files.bytes_written,
                 "bytes_read": self.files.bytes_read,
                 "corrupt": self.files.corrupt,
+                "evicted": self.files.evicted,
             }
         return found
 
@@ -309,6 +328,11 @@ class PrefixCache:
 
     def _group_start(self, stop: int) -> int:
         return (stop - 1) // self.config.interval * self.config.interval
+
+    def _group_keys(self, chain: PrefixChain, length: int) -> list[Key]:
+        """Of the groups of a prefix, its end first."""
+        starts = range(self._group_start(length), 0, -self.config.interval)
+        return [chain.key(length), *(chain.key(start) for start in starts)]
 
     def _share(self, request: int, length: int, known: list[int]) -> None:
         """Gives a request the leading pages of a prefix that are on the device.
@@ -332,6 +356,8 @@ class PrefixCache:
         lost: set[Key] = set()
         came = False
         while (match := self._match(chain, lost)) is not None:
+            if self.files is not None:
+                self.files.use(self._group_keys(chain, match.length))
             held = []
             for group in (group for group in match.groups if group.loaded):
                 assert self.host is not None

@@ -300,6 +300,43 @@ def test_groups_wait_for_room_on_their_way_to_files(tmp_path: Path) -> None:
     restarted.close()
 
 
+def filed(folder: Path, groups: float) -> tuple[PrefixCache, HybridCache]:
+    """A cache with an empty device and host, and a folder that has room for so many groups."""
+    cache = small_cache(max_requests=1, max_tokens=256)
+    group = GroupLayout(cache, INTERVAL // 16).nbytes
+    host, limit = 16 * group / GIB, groups * (group + 512) / GIB
+    options = PrefixConfig(INTERVAL, 8, host, folder, limit, model="m")
+    return PrefixCache(cache, options, CHUNK, {}), cache
+
+
+def test_of_a_prefix_in_files_the_end_makes_room_first(tmp_path: Path) -> None:
+    """Without its beginning, no part of it is of use."""
+    prefix, cache = filed(tmp_path, groups=3)
+    serve(prefix, cache, TEXT[:97])
+    prefix.flush()
+    serve(prefix, cache, [7] * 33)
+    prefix.close()
+    files = prefix.metrics()["files"]
+    assert (files["evicted"], files["groups"]) == (1, 3)
+    assert files["bytes"] <= prefix.config.folder_gib * GIB
+    again, cache = filed(tmp_path, groups=3)
+    assert serve(again, cache, TEXT[:97]) == 64, "two intervals of three"
+    again.close()
+
+
+def test_what_is_reused_on_the_device_keeps_its_file(tmp_path: Path) -> None:
+    """So a server that is restarted finds what it used most, not what it read most."""
+    prefix, cache = filed(tmp_path, groups=2)
+    for tokens in (TEXT[:33], [7] * 33, TEXT[:33], [8] * 33):
+        serve(prefix, cache, tokens)
+        prefix.flush()
+    assert prefix.stats.hits == 1 and prefix.stats.host_hits == 0
+    prefix.close()
+    again, cache = filed(tmp_path, groups=2)
+    assert [serve(again, cache, tokens) for tokens in (TEXT[:33], [7] * 33)] == [32, 0]
+    again.close()
+
+
 @pytest.mark.parametrize(
     ("options", "chunk", "message"),
     [
@@ -313,6 +350,15 @@ def test_groups_wait_for_room_on_their_way_to_files(tmp_path: Path) -> None:
         ({"host_gib": 1e7}, 16, "host tier cannot have .* GiB of memory: lower host_gib"),
         ({"host_gib": 1e308}, 16, "host_gib is 1e.308, expected 0 or more GiB"),
         ({"host_gib": 1e-9}, 16, "one group of 512 pages and a state takes .*: raise host_gib or lower"),
+        ({"folder_gib": 0.0}, 16, "folder_gib is 0.0, expected more than 0 GiB"),
+        ({"folder_gib": -1.0}, 16, "folder_gib is -1.0, expected more than 0 GiB"),
+        ({"folder_gib": float("nan")}, 16, "folder_gib is nan, expected more than 0 GiB"),
+        ({"folder_gib": 1e308}, 16, "folder_gib is 1e.308, expected more than 0 GiB"),
+        (
+            {"folder": Path("x"), "model": "m", "interval": 32, "host_gib": 1e-3, "folder_gib": 1e-9},
+            16,
+            "the file tier has 9.31e-10 GiB, one group takes .*: raise folder_gib or lower the snapshot",
+        ),
         ({"folder": "x", "model": "m"}, 16, "a file tier needs a host tier"),
         ({"folder": "x", "host_gib": 1.0}, 16, "a file tier needs .* the name of its model"),
     ],
