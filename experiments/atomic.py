@@ -1,4 +1,4 @@
-"""Text and JSON files that appear whole or not at all."""
+"""Files, text and JSON that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 
 from page4.kernels.atomic import atomic_path, is_leftover, remove_leftovers
 
-__all__ = ["atomic_path", "is_leftover", "remove_leftovers", "write_json", "write_text"]
+__all__ = ["atomic_path", "is_leftover", "remove_leftovers", "write_bytes", "write_json", "write_text"]
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Write UTF-8 text atomically, its line ends as they are."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -41,7 +41,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 _MARK = ".partial-"
-_LEFTOVER = re.compile(rf"\..+{re.escape(_MARK)}[a-z0-9_]{{8}}(\.\w+)?")
+_RANDOM = "[a-z0-9_]{8}"
+_LEFTOVER = re.compile(rf"\..+{re.escape(_MARK)}{_RANDOM}(\.\w+)?")
 
 
 def is_leftover(file: Path) -> bool:
@@ -49,11 +50,19 @@ def is_leftover(file: Path) -> bool:
     return _LEFTOVER.fullmatch(file.name) is not None
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes were writing to a folder that nobody else writes to now."""
+def remove_leftovers(folder: Path, of: Path | None = None) -> None:
+    """Removes what killed processes were writing to a folder; with ``of``, in place of this file of it only.
+
+    Nobody else may be writing there now.
+    """
     for file in folder.iterdir():
-        if is_leftover(file):
+        if _replaces(file, of) if of is not None else is_leftover(file):
             file.unlink()
+
+
+def _replaces(leftover: Path, path: Path) -> bool:
+    pattern = rf"\.{re.escape(path.stem + _MARK)}{_RANDOM}{re.escape(path.suffix)}"
+    return re.fullmatch(pattern, leftover.name) is not None
 
 
 def _umask() -> int:

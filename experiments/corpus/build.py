@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from page4.experiments.atomic import write_json
 from page4.experiments.corpus.download import fetch, unpack
 from page4.experiments.corpus.extract import extract
 from page4.experiments.corpus.sources import HELD_OUT, SOURCES, VALIDATION, VALIDATION_TAILS, Source
@@ -119,9 +118,7 @@ def write_manifest(corpus: Corpus, path: Path) -> None:
             name: hashlib.sha256(text.encode()).hexdigest() for name, text in corpus.validation.items()
         },
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_json(path, content)
 
 
 def table(corpus: Corpus) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from page4.experiments.atomic import remove_leftovers, write_bytes, write_json
 from page4.experiments.corpus.build import Corpus
 from page4.kernels.errors import InputError
 
@@ -69,12 +69,6 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer) -> PackedData:
     return PackedData(train, tuple(spans), kept[0], kept[1])
 
 
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
-
-
 def _compress(part: Tokens) -> bytes:
     # lc/lp/pb for 16-bit symbols; one dictionary spans a whole part.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 24}]
@@ -91,10 +85,11 @@ def _decompress(path: Path) -> Tokens:
 def save(data: PackedData, folder: Path, workers: int = 2) -> None:
     """Writes ``train.N.xz``, ``held_out.xz``, ``validation.xz`` and ``meta.json`` (last)."""
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     parts = np.array_split(data.train, PARTS)
     with ProcessPoolExecutor(workers) as pool:
         for i, packed in enumerate(pool.map(_compress, parts)):
-            _write(folder / f"train.{i}.xz", packed)
+            write_bytes(folder / f"train.{i}.xz", packed)
     meta: dict[str, object] = {
         "train_tokens": len(data.train),
         "train_sha256": hashlib.sha256(data.train.astype("<u2").tobytes()).hexdigest(),
@@ -103,9 +98,9 @@ def save(data: PackedData, folder: Path, workers: int = 2) -> None:
     }
     for split, texts in (("held_out", data.held_out), ("validation", data.validation)):
         empty = [np.zeros(0, np.uint16)]
-        _write(folder / f"{split}.xz", _compress(np.concatenate([*empty, *texts.values()])))
+        write_bytes(folder / f"{split}.xz", _compress(np.concatenate([*empty, *texts.values()])))
         meta[split] = [[name, len(tokens)] for name, tokens in texts.items()]
-    _write(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    write_json(folder / "meta.json", meta)
 
 
 def load(folder: Path, workers: int = 8) -> PackedData:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from pathlib import Path
 
+from page4.experiments.atomic import remove_leftovers, write_bytes, write_json
 from page4.experiments.corpus.build import Corpus
 from page4.experiments.corpus.sources import HELD_OUT, SOURCES
 
@@ -14,13 +13,14 @@ from page4.experiments.corpus.sources import HELD_OUT, SOURCES
 def write_prompts(corpus: Corpus, folder: Path) -> list[dict[str, str]]:
     """One ``<name>.txt`` per held-out text, exactly what was kept out of training, and ``prompts.json``."""
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     by_name = {source.name: source for source in SOURCES}
     entries = []
     for text in HELD_OUT:
         source = by_name[text.document.split("/")[0]]
         name = text.document.split("/")[1]
         data = corpus.held_out[text.document].encode()
-        _replace(folder / f"{name}.txt", data)
+        write_bytes(folder / f"{name}.txt", data)
         entries.append(
             {
                 "name": name,
@@ -33,11 +33,5 @@ def write_prompts(corpus: Corpus, folder: Path) -> list[dict[str, str]]:
                 "sha256": hashlib.sha256(data).hexdigest(),
             }
         )
-    _replace(folder / "prompts.json", (json.dumps(entries, indent=1) + "\n").encode())
+    write_json(folder / "prompts.json", entries)
     return entries
-
-
-def _replace(path: Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from page4.experiments.atomic import atomic_path, remove_leftovers, write_json
 from page4.kernels.errors import InputError
+from page4.kvcache.tensor_file import save_tensors
 from page4.model import Qwen4ExpForCausalLM
 
 # A little under 15 MiB, so that the header fits too.
@@ -20,11 +19,18 @@ SHARD_BYTES = 15 * 2**20 - 65536
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:
-    """Writes a training state atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    """Writes a training state atomically.
+
+    Raises:
+        OSError: it cannot be written, for example because the disk is full.
+    """
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # of the library, which goes on after a write that failed
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load_state(path: Path, device: torch.device) -> dict[str, Any]:
@@ -71,6 +77,7 @@ def export(
         InputError: a weight does not fit fp16.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     tensors = {}
     for name, value in model.state_dict().items():
         tensors[name] = (value.half() if value.is_floating_point() else value).contiguous().cpu()
@@ -82,20 +89,12 @@ def export(
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / (file + ".partial"), metadata={"format": "pt"})
-        os.replace(folder / (file + ".partial"), folder / file)
+        save_tensors(folder / file, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     if tokenizer is not None and tokenizer.is_file():
-        shutil.copyfile(tokenizer, folder / "tokenizer.json.partial")
-        os.replace(folder / "tokenizer.json.partial", folder / "tokenizer.json")
-    _write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-    )
-
-
-def _write_json(path: Path, content: object) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+        with atomic_path(folder / "tokenizer.json") as temporary:
+            shutil.copyfile(tokenizer, temporary)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)

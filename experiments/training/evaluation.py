@@ -113,15 +113,15 @@ class Evaluator:
             for end in range(longest, len(text) - 1, longest // 2)
         ]
         ends = _spread(ends, self.config.max_windows)
-        nats, error = {}, {}
+        nats: dict[str, float] = {}
+        error: dict[str, float | None] = {}
         previous: Tensor | None = None
         for context in self.config.contexts if ends else ():
             windows = torch.stack([text[end - context : end + 1] for text, end in ends])
             losses = self._losses(windows, last=min(targets, context)).mean(1)
             nats[str(context)] = round(losses.mean().item(), 4)
             if previous is not None:
-                change = losses - previous
-                error[str(context)] = round((change.std() / len(change) ** 0.5).item(), 4)
+                error[str(context)] = _standard_error(losses - previous)
             previous = losses
         return {"windows": len(ends), "targets": targets, "nats": nats, "se_of_change": error}
 
@@ -208,8 +208,13 @@ def _summary(accepted: Tensor) -> dict[str, Any]:
     return {
         "by_position": [round(x, 4) for x in by_position],
         "mean": _mean(by_position),
-        "se": round((accepted.mean(1).std() / len(accepted) ** 0.5).item(), 4),
+        "se": _standard_error(accepted.mean(1)),
     }
+
+
+def _standard_error(values: Tensor) -> float | None:
+    """Of the mean of values ``[n]``; None for a single one."""
+    return round((values.std() / len(values) ** 0.5).item(), 4) if len(values) > 1 else None
 
 
 def evaluate(

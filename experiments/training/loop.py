@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from page4.experiments.atomic import remove_leftovers, write_json
 from page4.experiments.corpus.pack import PackedData, load
 from page4.experiments.device import resolve_device
 from page4.experiments.training.checkpoint import export, load_state, save_state
@@ -97,8 +97,10 @@ class Trainer:
         return self.progress.seconds / self.config.total_seconds
 
     def resume(self) -> bool:
-        """Continues from the state file where there is one."""
+        """Continues from the state file where there is one; removes what a killed call was writing."""
         path = self.config.state
+        if path.parent.is_dir():
+            remove_leftovers(path.parent, of=path)
         if not path.exists():
             if self.config.require_state:
                 raise InputError(
@@ -138,7 +140,7 @@ class Trainer:
         """Writes the checkpoint and the log of the run."""
         export(self.model, self.config.model, self.config.data / "tokenizer.json", self.config.out)
         record = {**vars(self.progress), "epochs": self.sampler.epochs(), "fraction": round(self.fraction, 4)}
-        _write_json(self.config.out / "train_log.json", record)
+        write_json(self.config.out / "train_log.json", record)
 
     def train(self, call_start: float) -> TrainResult:
         """Steps until the schedule or the call's time is over, then saves and exports."""
@@ -201,7 +203,7 @@ class Trainer:
         head |= {"phase_tokens": self.progress.phase_tokens, "epochs": self.sampler.epochs()}
 
         def save(results: dict[str, Any]) -> None:
-            _write_json(self.config.out / "eval.json", {**head, **results})
+            write_json(self.config.out / "eval.json", {**head, **results})
             name, value = list(results.items())[-1]
             self.log(f"{name}: {json.dumps(value)}")
 
@@ -390,10 +392,3 @@ def _tensor(tokens: np.ndarray) -> Tensor:
 
 def _texts(texts: dict[str, Any]) -> Texts:
     return {name: _tensor(tokens) for name, tokens in texts.items()}
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

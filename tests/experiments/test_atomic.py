@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from page4.experiments.atomic import atomic_path, is_leftover, write_json, write_text
+from page4.experiments.atomic import (
+    atomic_path,
+    is_leftover,
+    remove_leftovers,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
@@ -53,6 +60,14 @@ def test_json_is_what_the_library_reads(value: object, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == json.loads(json.dumps(value))
 
 
+def test_bytes_and_text_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Line ends too: texts are bound to checkpoints and results by their hashes."""
+    write_bytes(tmp_path / "a", b"\xff\r\n\x00")
+    write_text(tmp_path / "b.txt", "é\r\n\n")
+    assert (tmp_path / "a").read_bytes() == b"\xff\r\n\x00"
+    assert (tmp_path / "b.txt").read_bytes() == "é\r\n\n".encode()
+
+
 def test_json_has_a_line_for_each_record(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"rows": [{"x": 1, "y": 2}, {"x": 3}]})
     assert (tmp_path / "a.json").read_text().splitlines()[2] == '    {"x": 1, "y": 2},'
@@ -66,6 +81,20 @@ def test_what_a_killed_process_leaves_is_known_by_its_name(tmp_path: Path) -> No
         is_leftover(Path(name)) for name in ("figure.png", ".figure.png", ".gitignore", "a.partial-01234567")
     ]
     assert not any(left)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "state", "a.b.pt", "st*te.pt"])
+def test_what_was_written_in_place_of_one_file_is_removed_alone(name: str, tmp_path: Path) -> None:
+    """In a folder where others write, too."""
+    others = {"state", "state.pt", ".state.pt", "stite.pt", "other.pt", "state.json", "xstate.pt"} - {name}
+    kept = {f".{Path(other).stem}.partial-0123_abc{Path(other).suffix}" for other in others}
+    kept |= others | {".state.partial-0123_ab.pt", name}
+    for file in (*kept, f".{Path(name).stem}.partial-zzzzzzzz{Path(name).suffix}"):
+        (tmp_path / file).touch()
+    remove_leftovers(tmp_path, of=tmp_path / name)
+    assert {file.name for file in tmp_path.iterdir()} == kept
+    remove_leftovers(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {*others, name, ".state.partial-0123_ab.pt"}
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def test_documents_come_back_exactly_and_end_with_id_0(packed: Path) -> None:
     assert tokenizer.decode(data.validation["s/v"].tolist()) == "validated\n"
 
 
+def test_packing_again_removes_what_a_killed_process_was_writing(packed: Path) -> None:
+    names = {file.name for file in packed.iterdir()}
+    rest = {"held_out.xz", "validation.xz", "meta.json", "tokenizer.json"}
+    assert names == rest | {f"train.{i}.xz" for i in range(8)}
+    (packed / ".train.0.partial-0123abcd.xz").write_bytes(b"half")
+    save(load(packed, workers=1), packed, workers=1)
+    assert {file.name for file in packed.iterdir()} == names
+
+
 def test_tokens_of_another_build_are_refused(packed: Path) -> None:
     meta = json.loads((packed / "meta.json").read_text())
     (packed / "meta.json").write_text(json.dumps({**meta, "train_sha256": "0" * 64}))

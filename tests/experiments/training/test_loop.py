@@ -12,6 +12,7 @@ import torch
 
 from page4.experiments.corpus.pack import PackedData, SourceSpan, save
 from page4.experiments.training.config import Phase, TrainConfig
+from page4.experiments.training.evaluation import Evaluator
 from page4.experiments.training.loop import Trainer, evaluation_sizes, train
 from page4.experiments.training.sequence import SequenceModel
 from page4.kernels.errors import InputError
@@ -113,6 +114,27 @@ def test_evaluation_is_written_beside_the_checkpoint(finished: TrainConfig) -> N
     results = json.loads((finished.out / "eval.json").read_text())
     assert set(results) >= {"held_out", "train", "acceptance_64", "loss_by_context", "loss_by_position"}
     assert 0 <= results["acceptance_64"]["greedy"]["mean"] <= 1
+
+
+def test_one_sample_has_no_standard_error(finished: TrainConfig) -> None:
+    """None, which JSON has, and not a NaN, which it has not."""
+    trainer = Trainer(finished, log=lambda _: None)
+    evaluator = Evaluator(trainer.sequence, evaluation_sizes(finished), trainer.device, trainer.autocast)
+    text = {"a": torch.randint(1, 40, (150,))}
+    accepted = [evaluator.acceptance(text, 64, count)["greedy"]["se"] for count in (1, 2)]
+    assert accepted[0] is None and accepted[1] >= 0
+    losses = [evaluator.loss_by_context({"a": text["a"][:n]}, 32) for n in (150, 130)]
+    assert [found["windows"] for found in losses] == [1, 1]
+    assert all(found["se_of_change"] == {"128": None} for found in losses)
+
+
+def test_a_call_removes_what_a_killed_one_was_writing(data: Path, tmp_path: Path) -> None:
+    """Beside states of other runs in the same folder, which may be running."""
+    config = _config(data, tmp_path)
+    for name in (".state.partial-0123abcd.pt", ".other.partial-0123abcd.pt"):
+        (tmp_path / name).write_bytes(b"half")
+    assert not Trainer(config, log=lambda _: None).resume()
+    assert {file.name for file in tmp_path.iterdir()} == {".other.partial-0123abcd.pt"}
 
 
 def test_a_required_state_that_is_missing_is_refused(data: Path, tmp_path: Path) -> None:
