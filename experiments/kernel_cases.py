@@ -7,7 +7,8 @@ same work on pages of one pool that no other copy reads, so that a rotation thro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,6 +73,41 @@ class StepShape:
         if not 0 <= self.overlap <= 1:
             raise InputError(f"overlap must lie in 0..1, got {self.overlap}")
         check_kv_format(self.kv_format)
+
+    @classmethod
+    def combinations(
+        cls,
+        kv_formats: Sequence[str],
+        rows: Sequence[int],
+        heads: Sequence[tuple[int, int]],
+        requests: Sequence[int],
+        *,
+        context: int,
+        overlap: float,
+        head_dim: int,
+        topk: int,
+    ) -> list[StepShape]:
+        """Every combination of formats, rows, heads (query, KV) and requests; requests change fastest.
+
+        Raises:
+            InputError: a shape that no step has.
+        """
+        return [
+            cls(
+                requests=count,
+                rows=verified,
+                query_heads=query_heads,
+                kv_heads=kv_heads,
+                context=context,
+                overlap=overlap,
+                kv_format=kv_format,
+                head_dim=head_dim,
+                topk=topk,
+            )
+            for kv_format, verified, (query_heads, kv_heads), count in itertools.product(
+                kv_formats, rows, heads, requests
+            )
+        ]
 
     @property
     def rows_per_group(self) -> int:

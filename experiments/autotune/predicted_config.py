@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -97,18 +96,13 @@ class PredictedTuningConfig:
         Raises:
             InputError: a shape that no step has.
         """
-        combinations = itertools.product(self.kv_formats, self.rows, self.heads, self.requests)
-        return [
-            StepShape(
-                requests=requests,
-                rows=rows,
-                query_heads=heads[0],
-                kv_heads=heads[1],
-                context=self.context,
-                overlap=self.overlap,
-                kv_format=kv_format,
-                head_dim=self.head_dim,
-                topk=self.topk,
-            )
-            for kv_format, rows, heads, requests in combinations
-        ]
+        return StepShape.combinations(
+            self.kv_formats,
+            self.rows,
+            self.heads,
+            self.requests,
+            context=self.context,
+            overlap=self.overlap,
+            head_dim=self.head_dim,
+            topk=self.topk,
+        )

@@ -46,6 +46,23 @@ def positions_of(shape: StepShape) -> Tensor:
     return torch.arange(shape.context - shape.rows, shape.context).repeat(shape.requests)
 
 
+def test_combinations_come_in_the_order_of_importance() -> None:
+    """Later requests, heads and rows before the next format: an interrupted study has the first one whole."""
+    same: dict[str, Any] = {"context": 301, "overlap": 0.75, "head_dim": 32, "topk": 16}
+    steps = StepShape.combinations(("e4m3", "fp16"), (4, 1), ((6, 1), (24, 2)), (16, 64), **same)
+    assert len(set(steps)) == 16
+    assert [(s.kv_format, s.rows, s.query_heads, s.kv_heads, s.requests) for s in steps[:5]] == [
+        ("e4m3", 4, 6, 1, 16),
+        ("e4m3", 4, 6, 1, 64),
+        ("e4m3", 4, 24, 2, 16),
+        ("e4m3", 4, 24, 2, 64),
+        ("e4m3", 1, 6, 1, 16),
+    ]
+    assert all({name: getattr(step, name) for name in same} == same for step in steps)
+    with pytest.raises(InputError, match="unknown KV format 'fp7'"):
+        StepShape.combinations(("e4m3", "fp7"), (4,), ((6, 1),), (1,), **same)
+
+
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.75, 1.0])
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_rows_share_exactly_what_was_asked(overlap: float, rows: int) -> None:

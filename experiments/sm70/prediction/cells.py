@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
 
 from page4.experiments.kernel_cases import StepShape
 from page4.experiments.samples import Row
@@ -13,23 +13,12 @@ CELL_COLUMNS = {"requests": int, "rows": int, "query_heads": int, "kv_heads": in
 
 def plan_cells(config: PredictConfig) -> list[StepShape]:
     """Every step once: all sizes in the first format, then the other formats."""
-    first, *others = config.formats
-    sizes = [*itertools.product([first], config.rows, config.heads, config.requests)]
-    sizes += itertools.product(others, config.rows, config.heads, config.requests[:1])
-    return [
-        StepShape(
-            requests=requests,
-            rows=rows,
-            query_heads=heads[0],
-            kv_heads=heads[1],
-            context=config.context,
-            overlap=config.overlap,
-            kv_format=kv_format,
-            head_dim=config.head_dim,
-            topk=config.topk,
-        )
-        for kv_format, rows, heads, requests in sizes
-    ]
+    common: dict[str, Any] = {
+        "context": config.context, "overlap": config.overlap, "head_dim": config.head_dim, "topk": config.topk
+    }  # fmt: skip
+    first, others = config.formats[:1], config.formats[1:]
+    sizes = StepShape.combinations(first, config.rows, config.heads, config.requests, **common)
+    return sizes + StepShape.combinations(others, config.rows, config.heads, config.requests[:1], **common)
 
 
 def cell_of(shape: StepShape) -> Row:

@@ -53,26 +53,17 @@ _LAUNCHERS: dict[StepKernel, Callable[[Any], object]] = {
 
 def plan_step_kernels(config: PredictConfig) -> list[tuple[StepKernel, StepShape]]:
     """Every call at every step."""
-    query_heads, kv_heads = config.heads[0]
-    return [
-        (
-            kernel,
-            StepShape(
-                requests=requests,
-                rows=rows,
-                query_heads=query_heads,
-                kv_heads=kv_heads,
-                context=config.step_context,
-                overlap=config.overlap,
-                kv_format=config.formats[0],
-                head_dim=config.head_dim,
-                topk=config.topk,
-            ),
-        )
-        for kernel in config.step_kernels
-        for rows in config.rows
-        for requests in config.requests
-    ]
+    steps = StepShape.combinations(
+        config.formats[:1],
+        config.rows,
+        config.heads[:1],
+        config.requests,
+        context=config.step_context,
+        overlap=config.overlap,
+        head_dim=config.head_dim,
+        topk=config.topk,
+    )
+    return [(kernel, step) for kernel in config.step_kernels for step in steps]
 
 
 def step_kernel_digest(kernel: StepKernel, shape: StepShape) -> str:
