@@ -34,7 +34,8 @@ Scales = Annotated[
     typer.Option(
         "--scales",
         metavar="shipped|DIR",
-        help="Static KV scales from an overlay; calibrated here by default.",
+        help="Static KV scales from an overlay, or from a folder with one per format; calibrated here by "
+        "default.",
     ),
 ]
 AllowUnit = Annotated[

@@ -13,12 +13,19 @@ from page4.experiments.provenance import hardware, package_versions
 from page4.kernels.errors import InputError
 from page4.kvcache import FORMAT_NAMES, RECOMMENDED, CacheConfig, get_format
 from page4.kvcache.capacity import page_bytes, snapshot_bytes
+from page4.kvcache.overlay_folder import formats_in
 from page4.kvcache.pages import PAGE_TOKENS
 from page4.kvcache.prefix_cache import PrefixConfig
 
 CHECKPOINT = Path(page4.model.__file__).parent / "checkpoint"
-OVERLAY = CHECKPOINT.with_name("checkpoint-kvscales")
-"""The shipped checkpoint, and the overlay of its KV scales."""
+OVERLAYS = CHECKPOINT.with_name("checkpoint-kvscales")
+"""The shipped checkpoint, and the overlays of its KV scales, a folder per format."""
+
+
+def overlay_folder(scales: str | Path) -> Path:
+    """The folder that `--scales` names: one that the user gave, or the shipped overlays for "shipped"."""
+    return OVERLAYS if str(scales) == "shipped" else Path(scales)
+
 
 # torch and triton releases that were tested together, by the name of their constraints file.
 STACKS = {("2.13", "3.7"): "default", ("2.10", "3.6"): "v100"}
@@ -37,6 +44,7 @@ def collect_info() -> dict[str, Any]:
         "kv_formats": {name: get_format(name).bytes_per_value for name in FORMAT_NAMES},
         "kv_scale_bytes": {name: get_format(name).scale_bytes for name in FORMAT_NAMES},
         "recommended_kv_format": RECOMMENDED,
+        "shipped_scales": formats_in(OVERLAYS),
         "prefix": prefix_state(),
     }
 
@@ -153,4 +161,5 @@ def describe(record: dict[str, Any]) -> list[tuple[str, str]]:
     )
     lines.append(("KV formats", ", ".join(formats)))
     lines.append(("recommended of 8 bits", record["recommended_kv_format"]))
+    lines.append(("shipped scales", ", ".join(record["shipped_scales"]) or "not found in page4.model"))
     return lines

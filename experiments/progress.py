@@ -78,10 +78,16 @@ class _Lines:
 
 
 @contextlib.contextmanager
-def progress_on(stream: TextIO, title: str) -> Iterator[Reporter]:
-    """A bar with the time left where `stream` is a terminal, and occasional lines elsewhere."""
+def progress_on(stream: TextIO, title: str, passing: bool = False) -> Iterator[Reporter]:
+    """A bar with the time left where `stream` is a terminal, and occasional lines elsewhere.
+
+    Args:
+        stream: Where to.
+        title: What the work is called before it says more.
+        passing: Leave no trace: the bar vanishes at the end, and nothing is written elsewhere.
+    """
     if not stream.isatty():
-        yield _Lines(stream, title)
+        yield Silent() if passing else _Lines(stream, title)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -91,5 +97,5 @@ def progress_on(stream: TextIO, title: str) -> Iterator[Reporter]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=stream)) as progress:
+    with Progress(*columns, console=Console(file=stream), transient=passing) as progress:
         yield _Bar(progress, title)

@@ -58,7 +58,8 @@ FORMAT_NAMES = tuple(_FORMATS)
 RECOMMENDED = "e2m5"
 """The 8-bit format that docs/findings.md recommends: on the shipped model it costs no acceptance that could
 be seen, takes E4M3's bytes and time, and rounds a third as coarsely. Where K or V have outliers, look at
-`page4 quant-error` first."""
+`page4 quant-error` first. It is the default of `page4 generate` on the shipped checkpoint, and what is taken
+of several overlays when no format is named."""
 
 
 def get_format(name: str) -> KVFormat:

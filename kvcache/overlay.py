@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from page4.kernels.errors import InputError
 
-from .formats import KVFormat, get_format
-from .layer_formats import LayerFormats, draft_format
-from .overlay_manifest import MANIFEST_FILE, PROVENANCE_FILE, Manifest, is_prototype
+from .formats import get_format
+from .overlay_manifest import MANIFEST_FILE, PROVENANCE_FILE, Manifest
 from .overlay_names import (
     DRAFT_FILE,
     TARGET_FILE,
@@ -22,14 +20,10 @@ from .overlay_names import (
     scale_file,
 )
 from .scalar_tensors import read_scalars
-from .scales import UNIT_SCALES, KVScales, ScalePair
+from .scales import ScalePair
 
 MAX_FILE_BYTES = 2**20
 """No file of an overlay is as large."""
-
-
-class PrototypeScales(UserWarning):
-    """Scales that nobody measured are in use."""
 
 
 @dataclass(frozen=True)
@@ -67,72 +61,6 @@ class Overlay:
     target: Mapping[int, ScalePair]
     draft: ScalePair | None
 
-    def scales(
-        self,
-        base: OverlayBase,
-        kv_format: str = "e4m3",
-        draft_kv_format: str | None = None,
-        allow_unit_target_scales: bool = False,
-    ) -> KVScales:
-        """The scales that a target and a draft of these formats need, and none that they do not.
-
-        A target of several formats gets those of all its layers if any of them needs some.
-
-        Args:
-            kv_format: the target's, of all layers or by layer, see :class:`LayerFormats`.
-            draft_kv_format: the target's by default.
-            allow_unit_target_scales: take 1.0 for every target layer if the overlay has no target scales; a
-                warning says so.
-        Raises:
-            InputError: scales that a format needs are missing, are another format's, or neither format needs
-                any: formats that compute scales as they write, for example.
-        """
-        chosen = LayerFormats(kv_format)
-        draft = draft_format(chosen, draft_kv_format)
-        targets = list(dict.fromkeys(chosen.of(base.layers)))
-        users = [("target", used, self.manifest.target) for used in targets]
-        if base.has_draft:
-            users.append(("draft", draft, self.manifest.draft))
-        for whose, used, _ in users:
-            self._check_format(whose, used)
-        if not any(used.needs_scale for _, used, _ in users):
-            raise InputError(f"KV format {kv_format} has no static scales: leave out the overlay")
-        needs_target = any(used.needs_scale for used in targets)
-        needs_draft = base.has_draft and draft.needs_scale
-        if needs_draft and self.draft is None:
-            raise InputError("the overlay has 0 of 2 draft scales, and the draft's format needs both")
-        scales = KVScales(
-            self._target_scales(base, allow_unit_target_scales) if needs_target else (),
-            self.draft if needs_draft else None,
-        )
-        for whose, used, source in users:
-            if used.needs_scale and is_prototype(source):
-                _warn(f"prototype scales of the {whose} ({source}): they were not measured on its layers")
-        return scales
-
-    def _check_format(self, whose: str, used: KVFormat) -> None:
-        if used.has_token_scales:
-            raise InputError(
-                f"KV format {used.name} of the {whose} computes its scales as it writes: an overlay of "
-                "static scales cannot be used beside it"
-            )
-        if used.needs_scale and used.name != self.manifest.kv_format:
-            raise InputError(
-                f"the overlay's scales are made for {self.manifest.kv_format}, the {whose}'s KV format "
-                f"is {used.name}"
-            )
-
-    def _target_scales(self, base: OverlayBase, allow_unit: bool) -> tuple[ScalePair, ...]:
-        if self.target:
-            return tuple(self.target[layer] for layer in base.layers)
-        if not allow_unit:
-            raise InputError(
-                f"the overlay has 0 of {2 * len(base.layers)} target scales; "
-                "allow_unit_target_scales would take 1.0"
-            )
-        _warn(f"no target scales: 1.0 is used for all of {len(base.layers)} QSA layers")
-        return (UNIT_SCALES,) * len(base.layers)
-
 
 def read_overlay(folder: Path, base: OverlayBase) -> Overlay:
     """Read an overlay, and refuse it unless it is whole, unchanged, and made for this checkpoint.
@@ -148,13 +76,7 @@ def read_overlay(folder: Path, base: OverlayBase) -> Overlay:
             f"the checkpoint computes KV scales as it runs ({base.dynamic_scales}): an overlay of static "
             "scales cannot be used beside that"
         )
-    if not folder.is_dir():
-        raise InputError(
-            f"the overlay {folder} does not exist" if not folder.exists() else f"{folder} is no folder"
-        )
-    manifest = Manifest.from_bytes(_read(folder / MANIFEST_FILE), str(folder / MANIFEST_FILE))
-    if not get_format(manifest.kv_format).needs_scale:
-        raise InputError(f"{folder} is made for {manifest.kv_format}, which has no static scales")
+    manifest = read_manifest(folder)
     _check_base(folder, manifest, base)
     contents = _contents(folder, manifest)
     found: dict[ScaleName, float] = {}
@@ -178,6 +100,22 @@ def read_overlay(folder: Path, base: OverlayBase) -> Overlay:
     return Overlay(manifest, {layer: pairs[layer] for layer in base.layers if pairs}, draft)
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """What an overlay says of itself; nothing else of it is read.
+
+    Raises:
+        InputError: there is no folder or manifest, it is damaged, or its format has no static scales.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"the overlay {folder} does not exist" if not folder.exists() else f"{folder} is no folder"
+        )
+    manifest = Manifest.from_bytes(_read(folder / MANIFEST_FILE), str(folder / MANIFEST_FILE))
+    if not get_format(manifest.kv_format).needs_scale:
+        raise InputError(f"{folder} is made for {manifest.kv_format}, which has no static scales")
+    return manifest
+
+
 def pair_scales(found: Mapping[ScaleName, float], where: str) -> dict[int | None, ScalePair]:
     """Scales by layer, K with V.
 
@@ -197,10 +135,6 @@ def pair_scales(found: Mapping[ScaleName, float], where: str) -> dict[int | None
         except InputError as error:
             raise InputError(f"{where}: {describe_layer(layer)}: {error}") from error
     return pairs
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrototypeScales, stacklevel=3)
 
 
 def _add(found: dict[ScaleName, float], scalars: Mapping[str, float], file: Path, base: OverlayBase) -> None:

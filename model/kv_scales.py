@@ -13,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, ScalePair
-from page4.kvcache.overlay import OverlayBase, pair_scales, read_overlay
+from page4.kvcache.overlay import OverlayBase, pair_scales
+from page4.kvcache.overlay_folder import overlay_format, read_overlays
 from page4.kvcache.overlay_names import ScaleName, parse_scale_name
+from page4.kvcache.overlay_scales import overlay_scales
 
 from .config import Qwen4ExpConfig
 from .loader import shards
@@ -26,25 +28,30 @@ _MULTIMODAL = "model.language_model."
 def load_overlay(
     folder: str | Path,
     checkpoint: str | Path,
-    kv_format: str = "e4m3",
+    kv_format: str | None = None,
     draft_kv_format: str | None = None,
     allow_unit_target_scales: bool = False,
 ) -> KVScales:
-    """Static scales from an overlay's folder, for a checkpoint's target and draft in these formats.
+    """Static scales from an overlay, for a checkpoint's target and draft in these formats.
 
     Nothing is loaded unless all of it can be: the overlay is whole and unchanged, and the checkpoint is the
     one that it was made for, to the byte (every shard is hashed).
 
     Args:
+        folder: the overlay's, or one that holds several, each in a folder with its format's name.
+        kv_format: the target's, of all layers or by layer; by default the overlay's own, of several the
+            recommended one.
         draft_kv_format: the target's by default.
         allow_unit_target_scales: take 1.0 for every target layer if the overlay has no target scales; a
             warning says so.
     Raises:
-        InputError: see :func:`read_overlay` and :meth:`Overlay.scales`, or the checkpoint cannot be read.
+        InputError: see :func:`read_overlays` and :func:`overlay_scales`, or the checkpoint cannot be read.
     """
+    folder = Path(folder)
+    kv_format = kv_format or overlay_format(folder)
     base = describe_base(Path(checkpoint))
-    overlay = read_overlay(Path(folder), base)
-    return overlay.scales(base, kv_format, draft_kv_format, allow_unit_target_scales)
+    overlays = read_overlays(folder, base)
+    return overlay_scales(overlays, base, kv_format, draft_kv_format, allow_unit_target_scales)
 
 
 def describe_base(folder: Path) -> OverlayBase:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from page4.experiments.acceptance.config import AcceptanceConfig, Arm
-from page4.experiments.info import OVERLAY
+from page4.experiments.info import overlay_folder
 from page4.experiments.result_folder import ResultFolder
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, LayerFormats, ScalePair, get_format
 from page4.kvcache.layer_formats import scales_of
-from page4.kvcache.overlay import read_overlay
+from page4.kvcache.overlay_folder import read_overlays
+from page4.kvcache.overlay_scales import scales_by_format
 from page4.model import Qwen4ExpForCausalLM
 from page4.model.kv_scales import describe_base
 from page4.spec_decode import observe_texts
@@ -27,22 +28,23 @@ ScalesByFormat = Mapping[str, KVScales]
 
 
 def overlay_scales(config: AcceptanceConfig, checkpoint: Path) -> ScalesByFormat:
-    """What the arms need of the overlay that the configuration names, checked before anything is run.
+    """What the arms need of the overlays that the configuration names, checked before anything is run.
 
     Raises:
-        InputError: The overlay is refused, lacks what an arm needs, or no arm needs static scales.
+        InputError: An overlay is refused, they lack what an arm needs, or no arm needs static scales.
     """
     base = describe_base(checkpoint)
-    overlay = read_overlay(OVERLAY if config.scales == "shipped" else Path(config.scales), base)
-    target: tuple[ScalePair, ...] = ()
-    draft = None
+    overlays = read_overlays(overlay_folder(config.scales), base)
+    found: dict[str, KVScales] = {}
     for arm in config.all_arms:
         if any(get_format(name).needs_scale for name in arm.format_names):
-            needed = overlay.scales(base, *arm.formats, config.allow_unit_target_scales)
-            target, draft = needed.target or target, needed.draft or draft
-    if not target and draft is None:
+            needed = scales_by_format(overlays, base, *arm.formats, config.allow_unit_target_scales)
+            for name, scales in needed.items():
+                others = found.get(name, KVScales(()))
+                found[name] = KVScales(scales.target or others.target, scales.draft or others.draft)
+    if not found:
         raise InputError("no arm has a format with static scales: leave out the overlay")
-    return {overlay.manifest.kv_format: KVScales(target, draft)}
+    return found
 
 
 def study_scales(

@@ -28,7 +28,7 @@ def write_overlay(
     calibration: Path | None,
     target: str = "calibration",
     draft: str = "calibration",
-    kv_format: str = "e4m3",
+    kv_format: str | None = None,
 ) -> Overlay:
     """Materialise an overlay for a checkpoint.
 
@@ -40,11 +40,12 @@ def write_overlay(
             calibrated for another layer, `layer:draft` the MTP layer's. `unit`: 1.0. `file:PATH`: those that
             another tool wrote into a safetensors file. `none`: none. `layer:N` and `unit` are prototypes, and
             labelled so.
-        kv_format: Of an overlay without calibration; a calibration has its own.
+        kv_format: What the scales are for; by default what the calibration is for, and e4m3 without one. What
+            was calibrated by the rule "max" gives scales of every format.
 
     Raises:
         InputError: A source is unknown or not in the calibration, the calibration is of another checkpoint or
-            revision, or see `materialise`.
+            revision or gives no scales of this format, or see `materialise`.
     """
     if folder.resolve().is_relative_to(checkpoint.resolve()):
         raise InputError(f"{folder} lies inside the checkpoint, which an overlay does not touch")
@@ -53,16 +54,16 @@ def write_overlay(
     provenance: dict[str, Any] = {"written": now()} | collect_provenance()
     if calibration is not None:
         report, digest = read_report(calibration, base)
-        calibrated = reported_scales(report, str(calibration))
-        kv_format = report["kv_format"]
-        kept = ("rule", "percent", "config", "corpus", "windows", "tokens")
+        kv_format = kv_format or str(report["kv_format"])
+        calibrated = reported_scales(report, str(calibration), kv_format)
+        kept = ("kv_format", "rule", "percent", "config", "corpus", "windows", "tokens")
         provenance["calibration"] = {"sha256": digest} | {name: report.get(name) for name in kept}
     layers: Sequence[int | None] = base.layers
     draft_layers: Sequence[int | None] = (None,) if base.has_draft else ()
     return materialise(
         folder,
         base,
-        kv_format,
+        kv_format or "e4m3",
         _sourced(target, layers, calibrated),
         _sourced(draft if base.has_draft else "none", draft_layers, calibrated),
         provenance,
@@ -93,17 +94,13 @@ def read_report(calibration: Path, base: OverlayBase) -> tuple[dict[str, Any], s
 
 
 def check_calibration(overlay: Overlay, base: OverlayBase, calibration: Path) -> None:
-    """Refuse an overlay whose scales are not, bit for bit, those of a calibration.
+    """Refuse an overlay whose scales are not, bit for bit, those of a calibration in its format.
 
     Raises:
-        InputError: A scale differs, or a layer was not calibrated.
+        InputError: A scale differs, a layer was not calibrated, or see `reported_scales`.
     """
     report, _ = read_report(calibration, base)
-    calibrated = reported_scales(report, str(calibration))
-    if report["kv_format"] != overlay.manifest.kv_format:
-        raise InputError(
-            f"{calibration} is of {report['kv_format']}, the overlay of {overlay.manifest.kv_format}"
-        )
+    calibrated = reported_scales(report, str(calibration), overlay.manifest.kv_format)
     held = {str(layer): pair for layer, pair in overlay.target.items()}
     if overlay.draft is not None:
         held[DRAFT] = overlay.draft

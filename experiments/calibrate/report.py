@@ -14,6 +14,7 @@ from page4.kernels.errors import InputError
 from page4.kvcache import KVFormat, ScalePair, get_format
 from page4.kvcache.magnitudes import Magnitudes
 from page4.kvcache.scale_rules import ScaleRule, choose_scale, relative_rms_error
+from page4.kvcache.scales import scale_for_maximum
 from page4.spec_decode.calibration import DRAFT
 
 REPORT_FILE = "report.json"
@@ -56,18 +57,32 @@ def write_report(
     return report
 
 
-def reported_scales(report: Mapping[str, Any], where: str) -> dict[str, ScalePair]:
-    """The scales of a report by layer, the MTP layer's as `draft`.
+def reported_scales(report: Mapping[str, Any], where: str, kv_format: str) -> dict[str, ScalePair]:
+    """The scales of a report by layer, the MTP layer's as `draft`, for its own format or another.
+
+    What was seen does not depend on the format. By the rule "max", the maxima in the report give the scales
+    of any; the other rules take all that was seen, which a report does not hold.
 
     Raises:
-        InputError: It is no report, or holds a scale that is no positive finite number.
+        InputError: It is no report, holds a scale that is no positive finite number, or is made for another
+            format by another rule than "max"; or the format has no static scales.
     """
+    if not get_format(kv_format).needs_scale:
+        raise InputError(f"KV format {kv_format} has no static scales")
+    own = report["kv_format"] == kv_format
+    if not own and report.get("rule") != "max":
+        raise InputError(
+            f"{where} has scales of {report['kv_format']} by the rule {report.get('rule')}; for others, use "
+            f"page4 calibrate --format {kv_format} --rule {report.get('rule')} --merge {where}"
+        )
+    largest = get_format(kv_format).max_value
+
+    def scale(part: Mapping[str, Any]) -> float:
+        return float(part["scale"]) if own else scale_for_maximum(float(part["maximum"]), largest)
+
     try:
         layers = report["layers"]
-        return {
-            name: ScalePair(float(pair["k"]["scale"]), float(pair["v"]["scale"]))
-            for name, pair in layers.items()
-        }
+        return {name: ScalePair(scale(pair["k"]), scale(pair["v"])) for name, pair in layers.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{where} is not the report of a calibration: {error}") from error
 

@@ -16,7 +16,7 @@ from page4.experiments.cli import run
 from page4.experiments.cli_study import result_folder
 from page4.experiments.progress import Reporter
 from page4.kernels.errors import InputError
-from page4.kvcache.overlay import PrototypeScales
+from page4.kvcache.overlay_scales import PrototypeScales
 
 COMMANDS = (
     "acceptance",
@@ -192,6 +192,7 @@ def test_info_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
         "kv_formats",
         "kv_scale_bytes",
         "recommended_kv_format",
+        "shipped_scales",
     }
 
 

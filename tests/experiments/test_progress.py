@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from page4.experiments.progress import Silent, progress_on
 
 
@@ -17,6 +19,25 @@ def test_a_log_gets_the_start_and_the_end_but_not_every_step() -> None:
     assert first.startswith("acceptance: 10/100 after")
     assert last.startswith("acceptance: 100/100 after")
     assert last.endswith("fp16")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_passing_progress_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    pipe, terminal = io.StringIO(), _Terminal()
+    for stream in (pipe, terminal):
+        with progress_on(stream, "loading", passing=True) as progress:
+            progress.advance("the checkpoint", 0)
+            progress.start(total=2)
+            progress.advance("the prompt", 2)
+    assert pipe.getvalue() == ""
+    shown = terminal.getvalue()
+    assert "loading" in shown and "the prompt" in shown and "2/2" in shown
+    assert shown.endswith("\x1b[2K"), "its line is empty again"
 
 
 def test_silence_takes_every_report() -> None:

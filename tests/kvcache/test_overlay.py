@@ -7,7 +7,6 @@ import json
 import math
 import os
 import struct
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from page4.kernels.errors import InputError
 from page4.kvcache import KVScales, ScalePair
-from page4.kvcache.overlay import OverlayBase, PrototypeScales, read_overlay
+from page4.kvcache.overlay import OverlayBase, read_overlay
 from page4.kvcache.overlay_manifest import MANIFEST_FILE, PROVENANCE_FILE, Manifest
 from page4.kvcache.overlay_names import DRAFT_FILE, TARGET_FILE
 from page4.kvcache.scalar_tensors import write_scalars
@@ -36,50 +35,8 @@ def refused(folder: Path, message: str, base: OverlayBase = BASE) -> None:
 
 def test_a_whole_overlay_gives_the_values_in_its_files(tmp_path: Path) -> None:
     overlay = read_overlay(whole(tmp_path), BASE)
-    assert overlay.scales(BASE) == SCALES
+    assert (tuple(overlay.target.values()), overlay.draft) == (SCALES.target, SCALES.draft)
     assert overlay.manifest.count == {"target": 4, "draft": 2}
-
-
-@pytest.mark.parametrize(
-    ("formats", "expected"),
-    [
-        (("e4m3", "e4m3"), SCALES),
-        (("e4m3", "fp16"), KVScales(SCALES.target, None)),
-        (("fp16", "e4m3"), KVScales((), SCALES.draft)),
-    ],
-)
-def test_formats_get_the_scales_they_need_and_no_others(
-    tmp_path: Path, formats: tuple[str, str], expected: KVScales
-) -> None:
-    assert read_overlay(whole(tmp_path), BASE).scales(BASE, *formats) == expected
-
-
-@pytest.mark.parametrize(
-    ("formats", "message"),
-    [
-        (("fp16", "fp16"), "fp16 has no static scales"),
-        (("e5m2", "e5m2"), "made for e4m3, the target's KV format is e5m2"),
-        (("e4m3", "e3m4"), "made for e4m3, the draft's KV format is e3m4"),
-        (("int8", "int8"), "int8 of the target computes its scales"),
-        (("e4m3", "int8"), "int8 of the draft computes its scales"),
-        (("int8", "e4m3"), "int8 of the target computes its scales"),
-        (("e4m4", None), "KV format 'e4m4' is unknown"),
-    ],
-)
-def test_other_formats_are_refused(tmp_path: Path, formats: tuple[str, str | None], message: str) -> None:
-    overlay = read_overlay(whole(tmp_path), BASE)
-    with pytest.raises(InputError, match=message):
-        overlay.scales(BASE, *formats)
-
-
-def test_a_draft_needs_both_of_its_scales(tmp_path: Path) -> None:
-    """0 of 2 is the case that decoded garbage and accepted nothing; an FP16 draft needs none."""
-    overlay = read_overlay(seal(tmp_path, {TARGET_FILE: TARGET}), BASE)
-    with pytest.raises(InputError, match="0 of 2 draft scales"):
-        overlay.scales(BASE, "e4m3")
-    assert overlay.scales(BASE, "e4m3", "fp16") == KVScales(SCALES.target, None)
-    without_head = dataclasses.replace(BASE, has_draft=False)
-    assert overlay.scales(without_head, "e4m3") == KVScales(SCALES.target, None)
 
 
 @pytest.mark.parametrize("missing", sorted(DRAFT))
@@ -102,43 +59,6 @@ def test_a_scale_on_one_of_k_and_v_is_refused(tmp_path: Path, missing: str) -> N
 def test_target_scales_of_some_layers_are_refused(tmp_path: Path) -> None:
     half = {name: value for name, value in TARGET.items() if ".3." in name}
     refused(seal(tmp_path, {TARGET_FILE: half, DRAFT_FILE: DRAFT}), "1 of 2 QSA layers: layer 1 has none")
-
-
-def test_no_target_scales_need_a_flag_and_warn(tmp_path: Path) -> None:
-    overlay = read_overlay(seal(tmp_path, {DRAFT_FILE: DRAFT}), BASE)
-    with pytest.raises(InputError, match="0 of 4 target scales; allow_unit_target_scales"):
-        overlay.scales(BASE)
-    with pytest.warns(PrototypeScales, match=r"1\.0 is used for all of 2 QSA layers"):
-        scales = overlay.scales(BASE, allow_unit_target_scales=True)
-    assert scales == KVScales((ScalePair(1.0, 1.0),) * 2, SCALES.draft)
-
-
-def test_the_flag_changes_nothing_where_there_are_scales(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read_overlay(whole(tmp_path), BASE).scales(BASE, allow_unit_target_scales=True) == SCALES
-
-
-@pytest.mark.parametrize(
-    ("fields", "formats", "warned"),
-    [
-        ({"target": "unit"}, ("e4m3", "e4m3"), ["target .unit"]),
-        ({"draft": "layer 3"}, ("e4m3", "e4m3"), ["draft .layer 3"]),
-        ({"draft": "layer 3"}, ("e4m3", "fp16"), []),
-        ({"target": "unit", "draft": "unit"}, ("fp16", "e4m3"), ["draft .unit"]),
-    ],
-)
-def test_prototypes_in_use_warn(
-    tmp_path: Path, fields: dict[str, str], formats: tuple[str, str], warned: list[str]
-) -> None:
-    overlay = read_overlay(whole(tmp_path, **fields), BASE)
-    assert overlay.manifest.prototype
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        overlay.scales(BASE, *formats)
-    assert len(caught) == len(warned)
-    for warning, text in zip(caught, warned, strict=True):
-        assert text.replace(".", "(") in str(warning.message)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -0.5, math.nan, math.inf, -math.inf, 1e-40])
@@ -186,7 +106,8 @@ def test_names_of_other_tools_are_understood(tmp_path: Path, alias: str, prefix:
         return {f"{stem}.{alias.format(*[name[-7]] * 2)}": scalars[name] for name, stem in stems.items()}
 
     folder = seal(tmp_path, {TARGET_FILE: renamed(TARGET), DRAFT_FILE: renamed(DRAFT)})
-    assert read_overlay(folder, BASE).scales(BASE) == SCALES
+    overlay = read_overlay(folder, BASE)
+    assert (tuple(overlay.target.values()), overlay.draft) == (SCALES.target, SCALES.draft)
 
 
 @pytest.mark.parametrize(

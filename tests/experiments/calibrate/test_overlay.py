@@ -14,15 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from page4.experiments.acceptance import run as study
+from page4.experiments.acceptance.scales import scales_from_json
 from page4.experiments.calibrate import CalibrateConfig, run
-from page4.experiments.calibrate.overlay import write_overlay
+from page4.experiments.calibrate.overlay import check_calibration, write_overlay
 from page4.experiments.cli import run as command
-from page4.experiments.generate import GenerateConfig, continue_text
+from page4.experiments.generate import continue_text
+from page4.experiments.generate_config import GenerateConfig
 from page4.kernels.errors import InputError
 from page4.kvcache import ScalePair
-from page4.kvcache.overlay import PrototypeScales
+from page4.kvcache.overlay_scales import PrototypeScales
 from page4.model import Qwen4ExpForCausalLM
-from page4.model.kv_scales import load_overlay
+from page4.model.kv_scales import describe_base, load_overlay
 from page4.spec_decode import DecoderConfig, SpeculativeDecoder
 from tests.experiments.acceptance.tiny_study import tiny_config, write_texts
 
@@ -70,6 +72,67 @@ def test_the_command_writes_shows_and_verifies(
     provenance = json.loads((overlay / "provenance.json").read_text())
     assert provenance["calibration"]["tokens"] == report["tokens"]
     assert str(tmp_path) not in (overlay / "provenance.json").read_text()
+
+
+@pytest.mark.parametrize("kv_format", ["e2m5", "e3m4"])
+def test_a_calibration_by_the_maximum_gives_scales_of_every_format(
+    kv_format: str, tiny: Tiny, checkpoint: Path, calibration: Path, tmp_path: Path
+) -> None:
+    """Those of a calibration for that format, to the bit: what is seen does not depend on it."""
+    given = ("--model", checkpoint, "--calibration", calibration)
+    assert scales_command("materialise", tmp_path / "o", *given, "--format", kv_format) == 0
+    assert scales_command("verify", tmp_path / "o", *given) == 0
+    run(tiny(max_windows=2, kv_format=kv_format), tmp_path / "own")
+    overlay = write_overlay(tmp_path / "p", checkpoint, tmp_path / "own")
+    assert overlay.manifest.kv_format == kv_format
+    assert load_overlay(tmp_path / "o", checkpoint) == load_overlay(tmp_path / "p", checkpoint)
+    check_calibration(overlay, describe_base(checkpoint), calibration)
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "fp32", "int8"])
+def test_a_format_without_static_scales_gets_none_from_a_calibration(
+    kv_format: str, checkpoint: Path, calibration: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=f"{kv_format} has no static scales"):
+        write_overlay(tmp_path / "overlay", checkpoint, calibration, kv_format=kv_format)
+
+
+def test_another_rule_needs_all_that_was_seen_for_another_format(
+    tiny: Tiny, checkpoint: Path, tmp_path: Path
+) -> None:
+    run(tiny(max_windows=2, rule="mse"), tmp_path / "mse")
+    with pytest.raises(InputError, match=r"by the rule mse; .* --format e2m5 --rule mse --merge"):
+        write_overlay(tmp_path / "overlay", checkpoint, tmp_path / "mse", kv_format="e2m5")
+    run(tiny(merge=(tmp_path / "mse",), rule="mse", kv_format="e2m5"), tmp_path / "merged")
+    overlay = write_overlay(tmp_path / "overlay", checkpoint, tmp_path / "merged")
+    assert overlay.manifest.kv_format == "e2m5"
+
+
+@pytest.fixture
+def several(checkpoint: Path, calibration: Path, tmp_path: Path) -> Path:
+    for name in ("e4m3", "e2m5"):
+        write_overlay(tmp_path / "several" / name, checkpoint, calibration, kv_format=name)
+    return tmp_path / "several"
+
+
+def test_several_overlays_are_shown_and_verified_together(
+    checkpoint: Path, calibration: Path, several: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (several, "--model", checkpoint)
+    assert scales_command("inspect", *given, "--json") == 0
+    out = capsys.readouterr().out
+    assert "Scales for e4m3" in out and "Scales for e2m5" in out
+    shown = json.loads(out.splitlines()[-1])
+    assert {name: record["kv_format"] for name, record in shown.items()} == {"e4m3": "e4m3", "e2m5": "e2m5"}
+    assert scales_command("verify", *given, "--calibration", calibration) == 0
+    assert scales_command("verify", *given, "--draft-format", "e4m3") == 0
+    assert scales_command("verify", *given, "--format", "e4m3,1:e2m5") == 0
+    ending = "4 scales, 1 of 1 target layers, would load"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{several} in {formats}: {ending}" for formats in ("e4m3", "e2m5", "e2m5, draft e4m3", "e4m3,1:e2m5")
+    ]
+    assert scales_command("verify", *given, "--format", "e3m4") == 2
+    assert "made for e4m3 and e2m5, the target's KV format is e3m4" in capsys.readouterr().err
 
 
 def test_prototypes_borrow_or_take_1(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
@@ -229,6 +292,20 @@ def test_generate_decodes_with_an_overlay(
         assert used.pop() == load_overlay(overlay, checkpoint, "e4m3", draft_format)
 
 
+def test_generate_without_a_format_takes_that_of_the_overlay(
+    checkpoint: Path, calibration: Path, several: Path, tmp_path: Path
+) -> None:
+    write_overlay(tmp_path / "overlay", checkpoint, calibration, kv_format="e3m4")
+    for folder, draft, expected in (
+        (tmp_path / "overlay", None, ("e3m4", "e3m4")),
+        (several, None, ("e2m5", "e2m5")),
+        (several, "e4m3", ("e2m5", "e4m3")),
+    ):
+        report = generated(checkpoint, scales=folder, draft_kv_format=draft)
+        assert (report["kv_format"], report["draft_kv_format"]) == expected
+        assert report["scales"] == str(folder)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -288,6 +365,21 @@ def test_the_acceptance_study_takes_an_overlay(
     write_overlay(tmp_path / "overlay", checkpoint, calibration, draft="layer:1")
     with pytest.warns(PrototypeScales), pytest.raises(InputError, match="it differs in scales"):
         study(config, tmp_path / "out")
+
+
+def test_the_acceptance_study_takes_the_overlay_of_each_format(
+    checkpoint: Path, several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = write_texts(tmp_path / "texts", first=300, second=400)
+    monkeypatch.setattr("page4.experiments.acceptance.scales.observe_texts", None)
+    arms = (*ARMS, ("e2m5", "e2m5", "e2m5", 0), ("both", "e2m5", "e4m3", 0), ("int8", "int8", "int8", 0))
+    study(tiny_config(checkpoint, texts, arms=arms, lengths=(48,), scales=several), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "scales.json").read_text())
+    for name in ("e4m3", "e2m5"):
+        scales = load_overlay(several, checkpoint, name)
+        assert scales_from_json(written[name]) == scales
+    samples = (tmp_path / "out" / "samples.csv").read_text()
+    assert {line.split(",")[0] for line in samples.splitlines()[1:]} >= {"e2m5", "both", "int8"}
 
 
 @pytest.mark.parametrize(
