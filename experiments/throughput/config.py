@@ -37,6 +37,9 @@ class ThroughputConfig:
         lengths: Prompt lengths in tokens, ascending, nonce included.
         num_prompts: Prompts of every length, one at a time.
         steps: Timed decode steps of each prompt.
+        builds: Decoders of every arm, which prompts take in turn. They have buffers of their own: where those
+            lie changes a step's time by a few percent, more than formats do, and with one decoder an arm
+            that would pass for the arm's effect, in a narrow interval.
         temperature: Of tokens and drafts; text that is sampled at 1 does not loop, greedy text does.
         num_draft_tokens: K, drafts per step.
         prefill_chunk: Prompt tokens per prefill step.
@@ -65,6 +68,7 @@ class ThroughputConfig:
     lengths: tuple[int, ...] | None = None
     num_prompts: int | None = None
     steps: int | None = None
+    builds: int | None = None
     temperature: float = 1.0
     num_draft_tokens: int = 3
     prefill_chunk: int = 2048
@@ -75,8 +79,14 @@ class ThroughputConfig:
 
     QUICK: ClassVar[dict[str, Any]] = {"lengths": (256, 512), "num_prompts": 2, "steps": 8}
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
-        "cpu": {"backend": "reference", "lengths": (1024, 4096), "num_prompts": 6, "steps": 24},
-        "cuda": {"backend": "triton", "lengths": (1024, 4096, 8192, 32768), "num_prompts": 16, "steps": 96},
+        "cpu": {"backend": "reference", "lengths": (1024, 4096), "num_prompts": 6, "steps": 24, "builds": 1},
+        "cuda": {
+            "backend": "triton",
+            "lengths": (1024, 4096, 8192, 32768),
+            "num_prompts": 16,
+            "steps": 96,
+            "builds": 16,
+        },
     }
 
     def __post_init__(self) -> None:
@@ -139,6 +149,7 @@ _LEAST = {
     "public_layers": 0,
     "num_prompts": 1,
     "steps": 1,
+    "builds": 1,
     "temperature": 0,
     "prefill_chunk": 1,
     "prefix_interval": 0,

@@ -129,6 +129,7 @@ def _series(config: ThroughputConfig, found: Found, quantity: str, arm: str) -> 
 def _sample(config: ThroughputConfig) -> str:
     return (
         f"{config.num_prompts} prompts of every length, one at a time, {config.steps} timed steps of "
-        f"{config.num_draft_tokens} drafts, temperature {config.temperature:g}, on {config.device}; "
+        f"{config.num_draft_tokens} drafts, temperature {config.temperature:g}, on {config.device}, "
+        f"{config.builds} decoders an arm; "
         f"{100 * config.confidence:g} % bootstrap intervals over prompts, from {LEAST_CLUSTERS} prompts on"
     )

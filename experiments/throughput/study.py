@@ -107,7 +107,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Every prompt of every length; the arms take turns, and another one begins at every prompt.
 
-    Returns what each arm kept of its prompts, of the arms that keep any: `PrefixCache.metrics`.
+    Returns what each arm's first decoder kept of its prompts, of those that keep any: `PrefixCache.metrics`.
     """
     arms = config.all_arms
     places = [(length, i) for length in config.lengths or () for i in range(len(prompts.anchors))]
@@ -115,12 +115,14 @@ def _measure(
     progress.start(len(arms) * sum(n for n, _ in places), len(arms) * sum(n for n, _ in done))
     if len(done) == len(places):
         return {}
-    decoders = [ArmDecoder(model, config, arm, scales) for arm, scales in _scales(config, model, prompts)]
+    assert config.builds is not None
+    scales = _scales(config, model, prompts)
+    builds = [[ArmDecoder(model, config, *arm) for arm in scales] for _ in range(config.builds)]
     warm: set[int] = set()
     for length, i in places:
         if (length, i) in done:
             continue
-        anchor = prompts.anchors[i]
+        anchor, decoders = prompts.anchors[i], builds[i % len(builds)]
         if length not in warm:
             warm.add(length)
             for decoder in decoders:
@@ -133,7 +135,7 @@ def _measure(
             prompt = prompts.tokens(anchor, decoder.arm, length)
             rows.add([name | decoder.measure(prompt, config.seed + i)])
             progress.advance(f"{decoder.arm.name}, {format_tokens(length)} tokens", length)
-    caches = {decoder.arm.name: decoder.decoder.prefix for decoder in decoders}
+    caches = {decoder.arm.name: decoder.decoder.prefix for decoder in builds[0]}
     return {arm: cache.metrics() for arm, cache in caches.items() if cache is not None}
 
 

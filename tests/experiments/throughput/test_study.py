@@ -131,6 +131,30 @@ def test_an_arm_emits_what_it_emits_alone(
     assert {key: both[0][key] for key in both[1]} == both[1]
 
 
+def test_prompts_take_the_decoders_of_an_arm_in_turn(
+    small: ThroughputConfig,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[study.ArmDecoder] = []
+    measure = study.ArmDecoder.measure
+
+    def spy(self: study.ArmDecoder, *arguments: Any) -> Any:
+        used.append(self)
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(study.ArmDecoder, "measure", spy)
+    run(dataclasses.replace(small, builds=2), tmp_path / "out")
+    assert len({id(decoder.decoder.cache) for decoder in used}) == 2 * 3
+    counted = ("arm", "length", "prompt", "decode_tokens", "accepted")
+    one, two = (
+        [[row[name] for name in counted] for row in read(folder / "samples.csv")]
+        for folder in (finished[0], tmp_path / "out")
+    )
+    assert one == two, "decoders differ in nothing but their buffers"
+
+
 def test_the_same_command_goes_on(small: ThroughputConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
