@@ -14,6 +14,7 @@ import pytest
 import setuptools
 
 from page4.experiments.cli import app
+from page4.kvcache import RECOMMENDED
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
@@ -114,7 +115,11 @@ def _table(markdown: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def test_tuned_configurations_are_package_data_and_published_results_are_not(tmp_path: Path) -> None:
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_what_the_package_needs_is_package_data_and_published_results_are_not(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for layer in FOLDERS[:5]:
@@ -125,8 +130,13 @@ def test_tuned_configurations_are_package_data_and_published_results_are_not(tmp
     for file in (place, geometry, result):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("{}")
+    overlays = Path("model/checkpoint-kvscales")
+    shutil.copytree(ROOT / overlays, tmp_path / overlays)
     build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "built"]
     subprocess.run(build, cwd=tmp_path, check=True, capture_output=True)
     built = tmp_path / "built" / "page4"
     assert (built / place).read_text() == (built / geometry).read_text() == "{}"
+    for name in ("e4m3", RECOMMENDED):
+        shipped, packed = (_contents(top / overlays / name) for top in (ROOT, built))
+        assert packed == shipped and len(packed) == 4
     assert not (built / result).exists()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from page4.experiments.cli import run
-from page4.experiments.generate import GenerateConfig, continue_text
+from page4.experiments.generate import continue_text
+from page4.experiments.generate_config import GenerateConfig
 from page4.experiments.tokenizer import TextStream, load_tokenizer
+from page4.kvcache import RECOMMENDED
 from tests.experiments.acceptance.tiny_study import write_checkpoint
 
 PROMPT = "Anne thought of the sea and of nothing else. "
@@ -62,6 +65,116 @@ def test_a_prefix_cache_changes_what_is_computed_not_what_comes_out(
     assert sum(found["pages"][state] for state in ("held", "idle", "free")) == found["pages"]["total"]
 
 
+def prompt_file(tmp_path: Path) -> str:
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    return str(tmp_path / "prompt.txt")
+
+
+def records(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return record
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (RECOMMENDED, RECOMMENDED, "shipped")),
+        (["--format", "e4m3", "--scales", "shipped"], ("e4m3", "e4m3", "shipped")),
+        (["--format", "e4m3", "--draft-format", "e2m5"], ("e4m3", "e2m5", "shipped")),
+        (["--format", "e4m3,3:fp16"], ("e4m3,3:fp16", "e4m3", "shipped")),
+        (["--format", "e3m4"], ("e3m4", "e3m4", "prompt")),
+        (["--format", "int8"], ("int8", "int8", None)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_shipped_checkpoint_decodes_with_these_formats_and_scales(
+    options: list[str],
+    expected: tuple[str, str, str | None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And what comes out is exact: the same tokens without speculation."""
+    arguments = ["generate", prompt_file(tmp_path), "--device", "cpu", "-n", "8", "--json", *options]
+    assert run(arguments) == 0
+    record = records(capsys)
+    assert (record["kv_format"], record["draft_kv_format"], record["scales"]) == expected
+    assert run([*arguments, "--no-spec"]) == 0
+    assert records(capsys)["tokens"] == record["tokens"]
+
+
+def test_the_default_is_the_recommended_format_with_its_shipped_scales(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", prompt_file(tmp_path), "--device", "cpu", "-n", "8"]
+    assert run(arguments) == 0
+    default = capsys.readouterr()
+    assert run([*arguments, "--format", RECOMMENDED, "--scales", "shipped"]) == 0
+    assert capsys.readouterr() == default and default.err == ""
+    assert run(["generate", "--help"]) == 0
+    assert RECOMMENDED in capsys.readouterr().out
+
+
+def test_the_default_keeps_prefixes_and_says_what_was_reused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "prefixes"
+    arguments = ["generate", prompt_file(tmp_path), "--device", "cpu", "-n", "8", "--json"]
+    seen = []
+    for _ in range(2):
+        assert run([*arguments, "--prefix-cache", str(folder)]) == 0
+        captured = capsys.readouterr()
+        record = json.loads(captured.out.splitlines()[-1])
+        reused, length = record["prefix"]["reused_tokens"], record["prompt_tokens"]
+        assert captured.err == f"page4: {reused} of {length} prompt tokens reused from {folder}\n"
+        seen.append((reused, record["tokens"]))
+    assert seen == [(0, record["tokens"]), (length - 1, record["tokens"])]
+    assert (record["kv_format"], record["scales"]) == (RECOMMENDED, "shipped")
+
+
+class Terminal(io.StringIO):
+    """Standard error as a person sees it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("options", [[], ["--scales", "prompt"]], ids=["shipped scales", "the prompt's"])
+def test_who_waits_at_a_terminal_sees_what_for_and_the_text_stays_clean(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["generate", prompt_file(tmp_path), "--device", "cpu", "-n", "8", *options]
+    assert run(arguments) == 0
+    piped = capsys.readouterr()
+    assert piped.err == "", "a pipe gets no progress"
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal)
+    at_first_write: list[str] = []
+    write = sys.stdout.write
+    monkeypatch.setattr(
+        sys.stdout, "write", lambda text: at_first_write.append(terminal.getvalue()) or write(text)
+    )
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == piped.out
+    shown = terminal.getvalue()
+    for stage in ("loading PyTorch", "reading the prompt"):
+        assert stage in shown
+    assert at_first_write[0] == shown, "the bar has gone before the text comes"
+    assert shown.endswith("\x1b[2K"), "and its line is empty"
+
+
+def test_a_refusal_at_a_terminal_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert run(["generate", prompt_file(tmp_path), "--format", "e3m4", "--scales", "shipped"]) == 2
+    assert (
+        terminal.getvalue()
+        .splitlines()[-1]
+        .endswith("page4: the overlays' scales are made for e4m3 and e2m5, the target's KV format is e3m4")
+    )
+
+
 def test_the_seed_repeats_a_sample(checkpoint: Path) -> None:
     options = {"temperature": 1.0, "sample_drafts": True}
     first, again, other = (generated(checkpoint, seed=seed, **options)["tokens"] for seed in (1, 1, 2))
@@ -78,7 +191,7 @@ def test_the_command_streams_and_ends_with_json(
     captured = capsys.readouterr()
     record = json.loads(captured.out.splitlines()[-1])
     assert captured.out.startswith(record["text"])
-    assert record["new_tokens"] == 6 and record["kv_format"] == "fp16"
+    assert record["new_tokens"] == 6 and (record["kv_format"], record["scales"]) == ("fp16", None)
 
     stdin = io.TextIOWrapper(io.BytesIO(PROMPT.encode()), encoding="utf-8")
     monkeypatch.setattr("sys.stdin", stdin)

@@ -41,6 +41,15 @@ def test_a_checkpoint_needs_weights_and_a_configuration(tmp_path: Path) -> None:
     assert checkpoint_state(tmp_path) == {"found": True, "bytes": 3}
 
 
+def test_the_recommended_format_has_shipped_scales() -> None:
+    record = collect_info()
+    assert record["recommended_kv_format"] in record["shipped_scales"]
+    lines = dict(describe(record))
+    assert lines["recommended of 8 bits"] == record["recommended_kv_format"]
+    assert lines["shipped scales"] == ", ".join(record["shipped_scales"])
+    assert "not found" in dict(describe(record | {"shipped_scales": []}))["shipped scales"]
+
+
 def test_kept_prefixes_are_counted_by_format() -> None:
     """At the default interval, pages in e4m3 take about as much as the snapshot after them."""
     state = collect_info()["prefix"]
