@@ -67,7 +67,11 @@ def generate(
     ] = False,
     prefix_cache: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the prompt's prefixes here, and reuse those of earlier runs."),
+        typer.Option(
+            metavar="DIR",
+            help="Keep the prompt's prefixes here, and reuse those of earlier runs; within 16 GiB, or "
+            "--set folder_gib=N.",
+        ),
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")

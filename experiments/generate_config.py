@@ -34,6 +34,7 @@ class GenerateConfig:
         prefill_chunk: Prompt tokens per step.
         prefix_cache: Folder that keeps the prompt's prefixes for the next run; what it knows is not computed
             again. With static scales they have to be an overlay's: a prompt's own change with it.
+        folder_gib: Limit of that folder, GiB; what was used longest ago makes room.
         host_gib: Host memory that prefixes pass through on their way from and to the folder, GiB.
         temperature, top_k, top_p, min_p, seed, sample_drafts: See `SamplingOptions`; temperature 0 is greedy.
     """
@@ -50,6 +51,7 @@ class GenerateConfig:
     ignore_eos: bool = False
     prefill_chunk: int = 2048
     prefix_cache: Path | None = None
+    folder_gib: float = PrefixConfig.folder_gib
     host_gib: float = 2.0
     temperature: float = 0.0
     top_k: int = 0
@@ -153,4 +155,10 @@ class GenerateConfig:
         if self.prefix_cache is None:
             return None
         interval = self.prefill_chunk * max(1, PrefixConfig().interval // self.prefill_chunk)
-        return PrefixConfig(interval, host_gib=self.host_gib, folder=self.prefix_cache, model=model)
+        return PrefixConfig(
+            interval,
+            host_gib=self.host_gib,
+            folder=self.prefix_cache,
+            folder_gib=self.folder_gib,
+            model=model,
+        )

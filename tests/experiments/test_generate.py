@@ -265,6 +265,8 @@ def test_who_types_the_text_is_told_how_to_end_it(
         ),
         (["prompt.txt", "--prefix-cache", "x", "--set", "prefill_chunk=40"], "a multiple of 16 tokens"),
         (["prompt.txt", "--prefix-cache", "x", "--set", "host_gib=0"], "a file tier needs a host tier"),
+        (["prompt.txt", "--prefix-cache", "x", "--set", "folder_gib=0"], "folder_gib is 0.0, expected more"),
+        (["prompt.txt", "--prefix-cache", "x", "--set", "folder_gib=1e-9"], "one group takes"),
         (["prompt.txt", "--prefix-cache", "prompt.txt"], "prompt.txt is a file, expected a folder"),
         (["prompt.txt", "--prefix-cache", "."], "and no prefix cache: name an empty folder"),
     ],
