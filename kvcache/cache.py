@@ -252,21 +252,23 @@ class HybridCache:
         """Ends a request; its pages and its row are free again."""
         self.tables.close(request)
 
-    def snapshot(self, request: int) -> list[Tensor]:
-        """A copy of what later tokens of the request overwrite: its recurrent slots and raw index keys.
+    def snapshot(self, requests: Sequence[int]) -> list[Tensor]:
+        """A copy of what later tokens of requests overwrite: their recurrent slots and raw index keys.
 
         K/V and compressed index keys need none: their rows are written again before they are read.
         """
-        states = [slots.copy_of(request) for slots in self.recurrent]
-        return states + [layer.ring[request].clone() for layer in self._sparse]
+        rows = torch.tensor(list(requests), device=self._device)
+        states = [slots.copy_of(rows) for slots in self.recurrent]
+        return states + [layer.ring[rows] for layer in self._sparse]
 
-    def restore(self, request: int, snapshot: list[Tensor]) -> None:
-        """Puts a snapshot back."""
+    def restore(self, requests: Sequence[int], snapshot: Sequence[Tensor]) -> None:
+        """Puts a snapshot of the same requests back."""
+        rows = torch.tensor(list(requests), device=self._device)
         recurrent, rings = snapshot[: len(self.recurrent)], snapshot[len(self.recurrent) :]
-        for slots, state in zip(self.recurrent, recurrent, strict=True):
-            slots.put_back(request, state)
+        for slots, states in zip(self.recurrent, recurrent, strict=True):
+            slots.put_back(rows, states)
         for layer, ring in zip(self._sparse, rings, strict=True):
-            layer.ring[request] = ring
+            layer.ring[rows] = ring
 
     def paged_tensors(self) -> list[Tensor]:
         """All that is stored by page, ``[pages, ...]`` each: K, V, scales per token, compressed keys."""

@@ -25,13 +25,13 @@ class _Slots:
         """Zero state: the request has seen no token."""
         self.state[request] = 0
 
-    def copy_of(self, request: int) -> Tensor:
-        """All slots of a request, ``[slots, ...]``."""
-        return self.state[request].clone()
+    def copy_of(self, requests: Tensor) -> Tensor:
+        """All slots of requests ``[B]``, ``[B, slots, ...]``."""
+        return self.state[requests]
 
-    def put_back(self, request: int, state: Tensor) -> None:
+    def put_back(self, requests: Tensor, states: Tensor) -> None:
         """Undoes everything since the copy was taken."""
-        self.state[request] = state
+        self.state[requests] = states
 
     def after_prefill(self, request: int) -> Tensor:
         """What a prefill leaves behind of a request, as a view."""

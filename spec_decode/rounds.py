@@ -106,19 +106,20 @@ def _round(decoder: SpeculativeDecoder, requests: Sequence[Request]) -> tuple[li
     Two decode steps: one takes the prefix's last token and drafts, the next one verifies.
     """
     texts, computed = [request.tokens for request in requests], requests[0].computed
-    states = [decoder.cache.snapshot(request.row) for request in requests]
+    rows = [request.row for request in requests]
+    states = decoder.cache.snapshot(rows)
     for request in requests:
         request.tokens = request.tokens[: computed + 1]
         decoder.start(request)
     drafts = decoder.config.num_draft_tokens
-    for rows, drafted in ((1, drafts), (drafts + 1, 0)):
-        decoder.prepare(requests, rows, drafted)
+    for count, drafted in ((1, drafts), (drafts + 1, 0)):
+        decoder.prepare(requests, count, drafted)
     start = decoder.now()
     decoder.collect(decoder.launch(requests, rows=1))
     decoder.collect(decoder.launch(requests, drafts=0))
     seconds = decoder.now() - start
     counts = [request.accepted.pop() for request in requests]
-    for request, text, state in zip(requests, texts, states, strict=True):
+    for request, text in zip(requests, texts, strict=True):
         request.tokens, request.computed, request.phase = text, computed, Phase.PREFILL
-        decoder.cache.restore(request.row, state)
+    decoder.cache.restore(rows, states)
     return counts, seconds

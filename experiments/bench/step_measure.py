@@ -145,18 +145,14 @@ class StepCase:
         self.decoder.collect(self.decoder.launch(self.requests))
 
     def _kept(self) -> list[Tensor]:
-        cache = self.decoder.cache
-        snapshots = [tensor for r in self.requests for tensor in cache.snapshot(r.row)]
         rows = [request.row for request in self.requests]
-        return [self.decoder.state.values[rows].clone(), *snapshots]
+        return [self.decoder.state.values[rows].clone(), *self.decoder.cache.snapshot(rows)]
 
     def _put_back(self, kept: Sequence[Tensor]) -> None:
         values, *states = kept
         rows = [request.row for request in self.requests]
         self.decoder.state.values[rows] = values
-        each = len(states) // len(self.requests)
-        for i, row in enumerate(rows):
-            self.decoder.cache.restore(row, list(states[i * each : (i + 1) * each]))
+        self.decoder.cache.restore(rows, states)
 
     def _pages(self) -> list[Tensor]:
         cache = self.decoder.cache

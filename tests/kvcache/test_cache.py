@@ -17,11 +17,11 @@ def test_a_snapshot_undoes_whatever_ran_since(model: Qwen4ExpForCausalLM) -> Non
     for stepper in (undone, straight):
         stepper.prefill(TOKENS[:30])
         stepper.decode(TOKENS[30:34], keep=2)
-    snapshot = undone.cache.snapshot(undone.request)
+    snapshot = undone.cache.snapshot([undone.request])
     tokens, read_slot = list(undone.tokens), undone.read_slot
     undone.decode([3, 4, 5, 6, 7], keep=4)
     undone.prefill([9] * 13)  # around the rings of raw index keys
-    undone.cache.restore(undone.request, snapshot)
+    undone.cache.restore([undone.request], snapshot)
     undone.tokens, undone.read_slot = tokens, read_slot
     assert torch.equal(undone.decode(TOKENS[32:36]), straight.decode(TOKENS[32:36]))
 
@@ -29,7 +29,7 @@ def test_a_snapshot_undoes_whatever_ran_since(model: Qwen4ExpForCausalLM) -> Non
 def test_a_snapshot_is_a_copy(model: Qwen4ExpForCausalLM) -> None:
     stepper = Stepper(model)
     stepper.prefill(TOKENS[:10])
-    snapshot = stepper.cache.snapshot(stepper.request)
+    snapshot = stepper.cache.snapshot([stepper.request])
     kept = [t.clone() for t in snapshot]
     stepper.decode(TOKENS[10:12])
     assert all(torch.equal(a, b) for a, b in zip(snapshot, kept, strict=True))

@@ -80,7 +80,7 @@ def test_requests_do_not_write_into_each_other(model: Qwen4ExpForCausalLM, kv_fo
         pages = [rows_of(x, quiet, 37) for x in stored if x is not None]
         return [*pages, *(layer.ring[quiet.request].clone() for layer in cache.qsa)]
 
-    before = held() + cache.snapshot(quiet.request)
+    before = held() + cache.snapshot([quiet.request])
     play(model, cache)
-    for a, b in zip(before, held() + cache.snapshot(quiet.request), strict=True):
+    for a, b in zip(before, held() + cache.snapshot([quiet.request]), strict=True):
         assert torch.equal(a, b)
