@@ -21,7 +21,8 @@ class AutotuneConfig:
         kernels: Names of tunable kernels; empty means all.
         shapes: (requests, rows, query heads, KV heads, head dim, context, overlap) of steps, see
             `kernel_cases.StepShape`. With a budget, the later ones may be left out.
-        kv_formats: KV formats of every shape; kernels skip those that they do not read.
+        kv_formats: KV formats of every shape; kernels skip those that they do not read. Byte floats without
+            entries take those of e4m3, so the others need not be tuned.
         configs: Folder of configurations that the results are merged into; None is `configs` in the result
             folder. Those of the package are in `kernels/configs`.
         seconds: Budget, from the start on; 0 means none. Steps that are not finished by then are left out.

@@ -47,8 +47,8 @@ class PredictedTuningConfig:
     requests: tuple[int, ...] = (16, 64, 4, 1)
     rows: tuple[int, ...] = (4, 1)
     heads: tuple[tuple[int, int], ...] = ((6, 1), (24, 2))
-    kv_formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "int8")
-    followers: tuple[str, ...] = ("fp16", "e5m2", "e3m4", "int8")
+    kv_formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "e2m5", "int8")
+    followers: tuple[str, ...] = ("fp16", "e5m2", "e3m4", "e2m5", "int8")
     context: int = 32768
     overlap: float = 0.9
     head_dim: int = 256

@@ -44,6 +44,7 @@ from page4.kernels.qsa_prepare_triton import qsa_prepare_triton
 from page4.kernels.tunable import AttentionKey, ScoresKey
 from page4.kernels.tuning import use_configurations
 from page4.kernels.tuning_file import Entry
+from page4.kvcache import RECOMMENDED
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,19 @@ def _calls(gpu: GPU, thorough: bool) -> Iterator[tuple[str, Callable[[], object]
         if any(model in file.gpu for model in gpu.models):
             for entry in file.entries.values():
                 yield f"as tuned: {_values(entry.key)}", partial(_shipped, file.kernel.name, entry)
+                if (key := _recommended(entry.key)) not in file.entries:
+                    borrowed = replace(entry, key=key)
+                    yield f"as tuned: {_values(key)}", partial(_shipped, file.kernel.name, borrowed)
     yield from sampling_calls()
     yield from recurrent_calls()
     yield from hyper_connection_calls()
     yield from moe_calls()
     yield f"{SIZE}x{SIZE}", _product
+
+
+def _recommended(key: Any) -> Any:
+    """A key of e4m3 in the recommended format, which takes its entry and decodes otherwise; any other key."""
+    return replace(key, kv_format=RECOMMENDED) if getattr(key, "kv_format", None) == "e4m3" else key
 
 
 def _attend(shape: StepShape, implementation: Implementation) -> None:

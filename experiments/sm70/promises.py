@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from page4.kernels.errors import InputError
-from page4.kernels.gluon_tiles import decode_assembly
 
 GIVEN = "given"
 
@@ -113,7 +112,6 @@ class Known:
 _PLAIN = "page4_attention_kernel"
 _AMPERE = "page4_attention_ampere_kernel"
 _HOPPER = "page4_attention_hopper_kernel"
-_BY_BITS = tuple(decode_assembly(name, native=False) for name in ("e5m2", "e3m4"))
 _NO_TENSOR_CORES = "tl.dot becomes FFMA, whose operands do not fit into registers"
 _SIXTY_FOUR = "accumulators of 64 members beside the decoded operands; 8 to 32 bytes a thread spill"
 _GATE = "the gate of finished rows is loaded beside all accumulators; 16 bytes a thread spill, once"

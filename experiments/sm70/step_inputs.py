@@ -26,7 +26,7 @@ from page4.kernels.qsa_prepare import PAGE_TOKENS
 from page4.kernels.qsa_prepare_inputs import QSANorms, QSAStorage
 from page4.kernels.step_rows import StepRows
 
-FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
+FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
 HEAD_DIMS = (64, 128, 256)
 ROWS = range(1, MAX_GROUP_ROWS + 1)
 HEADS = ((6, 1), (24, 2))  # query and KV heads: a layer's share on one of several GPUs, and a whole layer

@@ -170,7 +170,7 @@ def test_copies_share_no_page_and_leave_none_out() -> None:
     assert not torch.equal(copies[0].q, copies[1].q)
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4", "int8"])
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8"])
 def test_pages_hold_numbers_of_the_size_of_keys(kv_format: str) -> None:
     inputs = attention_inputs(shape_of(kv_format=kv_format), "cpu")
     values = decode_kv(inputs.k_pages, kv_format) * inputs.k_scale

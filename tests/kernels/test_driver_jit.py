@@ -40,7 +40,7 @@ gpu_only = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (7, 0),
     reason="needs a GPU of compute capability 7.0 or newer",
 )
-FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
+FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
 OTHER_CAPABILITIES = (
     "page4_attention_ampere_kernel", "page4_attention_hopper_kernel",
     "delta_keys_kernel", "delta_solve_kernel", "delta_state_kernel", "delta_norm_kernel",

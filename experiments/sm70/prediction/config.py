@@ -53,7 +53,7 @@ class PredictConfig:
     requests: tuple[int, ...] = (16, 1, 4, 64)
     rows: tuple[int, ...] = (4, 1)
     heads: tuple[tuple[int, int], ...] = ((6, 1), (24, 2))
-    formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "int8")
+    formats: tuple[str, ...] = ("e4m3", "fp16", "e5m2", "e3m4", "e2m5", "int8")
     step_kernels: tuple[StepKernel, ...] = get_args(StepKernel)
     step_context: int = 32768
     context: int = 8192

@@ -184,10 +184,10 @@ def test_kernels_are_not_tried_for_formats_that_they_do_not_read() -> None:
 @pytest.mark.parametrize(
     ("capability", "tried"),
     [
-        ((7, 0), {"fp16", "e4m3", "e5m2", "e3m4", "int8"}),
+        ((7, 0), {"fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8"}),
         ((7, 5), set()),
-        ((8, 0), {"fp16", "e4m3", "e5m2", "e3m4"}),
-        ((9, 0), {"fp16", "e4m3", "e5m2", "e3m4"}),
+        ((8, 0), {"fp16", "e4m3", "e5m2", "e3m4", "e2m5"}),
+        ((9, 0), {"fp16", "e4m3", "e5m2", "e3m4", "e2m5"}),
     ],
 )
 def test_gluon_is_tried_for_the_formats_that_it_reads_on_a_gpu(
@@ -201,7 +201,7 @@ def test_gluon_is_tried_for_the_formats_that_it_reads_on_a_gpu(
 
     monkeypatch.setattr(study, "device_capability", lambda device: capability)
     monkeypatch.setattr(study, "_tune", stop)
-    formats = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
+    formats = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
     config = small_config(kernels=("page4_attention_gluon", "qsa_prepare_triton"), kv_formats=formats)
     run(config, tmp_path / "out", machine=cpu_machine())
     assert planned.count("int8") == 1 + ("int8" in tried)

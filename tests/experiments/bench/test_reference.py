@@ -81,7 +81,7 @@ def test_samples_are_ascending_without_repetition() -> None:
     assert sample_groups(5, 0, seed=1) == sample_groups(5, 9, seed=1) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "int8"])
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8"])
 @pytest.mark.parametrize("slab", [2**31, 1], ids=["at once", "group by group"])
 def test_gather_and_sdpa_compute_the_same_attention(kv_format: str, slab: int) -> None:
     inputs = attention_inputs(dataclasses.replace(SHAPE, kv_format=kv_format), "cpu")

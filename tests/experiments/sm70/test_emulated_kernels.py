@@ -65,8 +65,8 @@ def launches(compiler: Compiler) -> Iterator[list[Run]]:
     assert not [race for run in runs for race in run.races]
 
 
-FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "int8")
-BYTE_FLOATS = ("e4m3", "e5m2", "e3m4")
+FORMATS = ("fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8")
+BYTE_FLOATS = ("e4m3", "e5m2", "e3m4", "e2m5")
 
 
 @pytest.mark.parametrize("kv_format", BYTE_FLOATS)

@@ -57,7 +57,7 @@ def machine_code(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterato
     assert not [race for run in (*runs, *others) for race in run.races]
 
 
-@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4", "int8"])
+@pytest.mark.parametrize("kv_format", ["fp16", "e4m3", "e5m2", "e3m4", "e2m5", "int8"])
 def test_attention_in_every_format(kv_format: str) -> None:
     attention.test_formats(attention.mma884(2, 32, 4), kv_format, False)
 

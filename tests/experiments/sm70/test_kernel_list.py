@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from page4 import kernels
+from page4.experiments.autotune.predicted_config import PredictedTuningConfig
 from page4.experiments.autotune.shipped import shipped_files
 from page4.experiments.sm70.compiling import CAPABILITIES
 from page4.experiments.sm70.kernel_list import KernelCase, kernel_cases
+from page4.experiments.sm70.prediction.config import PredictConfig
 from page4.experiments.sm70.pretend_gpu import GPUS
 from page4.experiments.sm70.promises import KNOWN, PROMISES, promise_of
 from page4.experiments.sm70.step_inputs import FORMATS, HEAD_DIMS, ROWS
+from page4.kernels.codecs import STORAGE_DTYPES
 from page4.kernels.errors import InputError
+from page4.kernels.gluon_tiles import decode_assembly
+from page4.kernels.volta_tiles import decode_pairs_assembly
+from page4.kvcache import RECOMMENDED
 
 CASES = {capability: kernel_cases(capability) for capability in CAPABILITIES}
 EVERYWHERE = {
@@ -63,13 +69,14 @@ def test_formats_dimensions_and_rows_are_all_there(capability: int) -> None:
     gluon = [c.launch.arguments for c in attention(capability) if "DECODE" in c.launch.arguments]
     assert {a["D"] for a in gluon} == set(HEAD_DIMS) and {a["ROWS"] for a in gluon} == set(ROWS)
     assert {a["SPLITS"] == 1 for a in gluon} == {True, False}
-    assert len({a["DECODE"] for a in gluon}) >= 4
+    read = {name for name in FORMATS if name != "int8" or capability == 70}  # and fp16 is not decoded
+    assert len({a["DECODE"] for a in gluon} | {None}) == len(read)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_no_code_is_compiled_twice(capability: int) -> None:
     requests = [json.dumps(case.job.request, sort_keys=True) for case in CASES[capability]]
-    assert len(set(requests)) == len(requests) < 250
+    assert len(set(requests)) == len(requests) < 275
 
 
 def test_shipped_configurations_are_there() -> None:
@@ -81,6 +88,32 @@ def test_shipped_configurations_are_there() -> None:
             for entry in file.entries.values():
                 config, key = entry.config, entry.key
                 assert sizes[config.splits, config.tile_tokens, key.rows_per_group, key.head_dim]
+
+
+def test_tuned_kernels_are_compiled_in_the_recommended_format_too() -> None:
+    """It has no entries of its own and takes those of e4m3 (`kernels/tuning.py`), but decodes otherwise."""
+    decoding = {RECOMMENDED, decode_assembly(RECOMMENDED, native=False), decode_pairs_assembly(RECOMMENDED)}
+    for file in (file for file in shipped_files() if "attention" in file.kernel.name):
+        (gpu,) = (gpu for gpu in GPUS.values() if any(model in file.gpu for model in gpu.models))
+        arguments = [case.launch.arguments for case in attention(gpu.capability)]
+        launched = {
+            (a["SPLITS"], a["BN"], a["ROWS"], a["D"])
+            for a in arguments
+            if not decoding.isdisjoint({a.get("FORMAT"), a.get("DECODE")})
+        }
+        tuned = [entry for entry in file.entries.values() if entry.key.kv_format == "e4m3"]
+        assert tuned
+        for entry in tuned:
+            config, key = entry.config, entry.key
+            assert (config.splits, config.tile_tokens, key.rows_per_group, key.head_dim) in launched
+
+
+def test_every_format_of_the_kernels_is_checked_predicted_and_tuned_for() -> None:
+    """fp32 exists for parity alone."""
+    formats = set(STORAGE_DTYPES) - {"fp32"}
+    assert set(FORMATS) == formats
+    assert set(PredictConfig().formats) == set(PredictedTuningConfig().kv_formats) == formats
+    assert set(PredictedTuningConfig().followers) == formats - {"e4m3"}
 
 
 def test_every_kernel_has_a_promise_and_every_promise_a_kernel() -> None:

@@ -12,7 +12,7 @@ from page4.kernels.errors import InputError
 
 def test_all_sizes_in_the_first_format_and_one_number_of_requests_in_the_others() -> None:
     cells = plan_cells(PredictConfig())
-    assert len(cells) == len(set(cells)) == 2 * 2 * 4 + 4 * 2 * 2
+    assert len(cells) == len(set(cells)) == 2 * 2 * 4 + 5 * 2 * 2
     assert {c.requests for c in cells if c.kv_format == "e4m3"} == {1, 4, 16, 64}
     assert {c.requests for c in cells if c.kv_format != "e4m3"} == {16}
     assert {(c.query_heads, c.kv_heads) for c in cells} == {(6, 1), (24, 2)}
