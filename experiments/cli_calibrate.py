@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from page4.experiments.cli_options import ConfigFile, Device, Json, Out, Overrides, Quick
+from page4.experiments.cli_options import ConfigFile, Device, Json, Model, Out, Overrides, Quick
 
 
 def calibrate(
@@ -17,9 +17,7 @@ def calibrate(
     out: Out = None,
     quick: Quick = False,
     as_json: Json = False,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Checkpoint; the shipped one by default.")
-    ] = None,
+    model: Model = None,
     corpus: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Texts; excerpts of the training text by default.")
     ] = None,

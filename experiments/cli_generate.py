@@ -24,9 +24,7 @@ def generate(
     device: Device = None,
     seed: Seed = None,
     as_json: Json = False,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Checkpoint; the shipped one by default.")
-    ] = None,
+    model: Model = None,
     kv_format: Annotated[
         str | None,
         typer.Option(

@@ -22,6 +22,10 @@ Device = Annotated[
         "--device", metavar="auto|cpu|cuda", help="Where to run; auto takes a GPU when there is one."
     ),
 ]
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="DIR", help="Checkpoint; the shipped one by default."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
 Out = Annotated[
     Path | None,
