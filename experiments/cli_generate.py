@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from page4.experiments.cli_options import AllowUnit, ConfigFile, Device, Json, Overrides, Seed
+from page4.experiments.cli_options import AllowUnit, ConfigFile, Device, Json, Model, Overrides, Seed
 from page4.experiments.progress import progress_on
 from page4.kernels.errors import InputError
 
