@@ -100,7 +100,7 @@ class AcceptanceConfig:
     num_prompts: int | None = None
     prompt_tokens: int | None = None
     rounds_per_prompt: int | None = None
-    round_stride: int | None = None
+    round_stride: int = 16
     batch_size: int | None = None
     num_draft_tokens: int = 3
     temperature: float = 0.0
@@ -131,7 +131,6 @@ class AcceptanceConfig:
             "num_prompts": 6,
             "prompt_tokens": 12288,
             "rounds_per_prompt": 16,
-            "round_stride": 16,
             "batch_size": 1,
             "generation_prompts": 1,
             "generation_max_length": 2048,
@@ -139,10 +138,9 @@ class AcceptanceConfig:
         "cuda": {
             "backend": "triton",
             "lengths": (1024, 2048, 4096, 8192, 16384, 32768),
-            "num_prompts": 128,
+            "num_prompts": 96,
             "prompt_tokens": 0,
-            "rounds_per_prompt": 64,
-            "round_stride": 8,
+            "rounds_per_prompt": 32,
             "batch_size": 32,
             "generation_prompts": 8,
             "generation_max_length": 0,
@@ -200,7 +198,7 @@ class AcceptanceConfig:
 
     def prefixes(self, length: int) -> list[int]:
         """Lengths of the prefixes of a prompt that rounds start from, of a resolved configuration."""
-        assert self.rounds_per_prompt is not None and self.round_stride is not None
+        assert self.rounds_per_prompt is not None
         return [length + turn * self.round_stride for turn in range(self.rounds_per_prompt)]
 
     @property
