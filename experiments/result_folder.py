@@ -14,7 +14,7 @@ from page4.experiments.atomic import atomic_path, is_leftover, remove_leftovers,
 from page4.experiments.config import DataclassInstance, config_hash, config_to_dict
 from page4.experiments.png import with_palette
 from page4.experiments.provenance import collect_provenance, now
-from page4.experiments.samples import SampleStore, to_csv
+from page4.experiments.samples import SampleStore, write_csv
 from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 from page4.kernels.folder_lock import lock_folder
@@ -100,7 +100,8 @@ class ResultFolder:
 
     def write_csv(self, name: str, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Path:
         """Write a table atomically; returns the path."""
-        return self.write_text(name, to_csv(rows, columns))
+        write_csv(self.path / name, rows, columns)
+        return self.path / name
 
     def write_figure(self, name: str, figure: Figure, dpi: int = 150) -> Path:
         """Write a Matplotlib figure atomically, in the format of the name's suffix; returns the path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ class SampleStore:
 
     `add` rewrites the whole file under a temporary name and renames it, so an interrupt leaves the rows of
     the last finished `add`; at a few thousand short rows that costs milliseconds. Floats are written with
-    `repr` and read back exactly; None is an empty cell.
+    `repr` and read back exactly; None is an empty cell. A published study's file is compressed; whoever goes
+    on with a copy of it needs no unpacking.
 
     Args:
-        path: The CSV file; it is read when it exists.
+        path: The CSV file; it is read when it exists, or when it does with `.xz` after its name.
         columns: Column names and their types (bool, int, float or str), in the order of the file.
         key: The columns that together name a row, for example ("prompt", "arm", "length").
 
@@ -38,7 +40,7 @@ class SampleStore:
         self.columns = dict(columns)
         self.key = tuple(key)
         self._rows: dict[tuple[Any, ...], Row] = {}
-        if path.exists():
+        if path.exists() or compressed(path).exists():
             for row in read_samples(path, columns):
                 self._rows[self._key_of(row)] = row
 
@@ -69,14 +71,14 @@ class SampleStore:
             if key in self._rows or key in added:
                 raise ValueError(f"the row {dict(zip(self.key, key, strict=True))} is there already")
             added[key] = {name: row[name] for name in self.columns}
-        write_text(self.path, to_csv([*self._rows.values(), *added.values()], list(self.columns)))
+        write_csv(self.path, [*self._rows.values(), *added.values()], list(self.columns))
         self._rows.update(added)
 
     def remove(self, unwanted: Callable[[Row], bool]) -> None:
         """Remove rows that do not count any more, and write the file if there were any."""
         kept = {key: row for key, row in self._rows.items() if not unwanted(row)}
         if len(kept) < len(self._rows):
-            write_text(self.path, to_csv(kept.values(), list(self.columns)))
+            write_csv(self.path, kept.values(), list(self.columns))
             self._rows = kept
 
     def _key_of(self, row: Row) -> tuple[Any, ...]:
@@ -86,10 +88,20 @@ class SampleStore:
 def read_samples(path: Path, columns: Mapping[str, type]) -> list[Row]:
     """Read a CSV file with exactly these columns; the values get the columns' types.
 
+    Where there is no such file, but one with `.xz` after its name, that is read.
+
     Raises:
-        InputError: Other columns, or a cell that is not of its column's type.
+        InputError: Other columns, a cell that is not of its column's type, or a damaged compressed file.
     """
-    with path.open(encoding="utf-8", newline="") as file:
+    packed = compressed(path)
+    if path.exists() or not packed.exists():
+        content = path.read_bytes()
+    else:
+        try:
+            content = lzma.decompress(packed.read_bytes())
+        except lzma.LZMAError as error:
+            raise InputError(f"{packed} is damaged: {error}") from error
+    with io.StringIO(content.decode("utf-8"), newline="") as file:
         reader = csv.reader(file)
         header = next(reader, [])
         if header != list(columns):
@@ -107,6 +119,17 @@ def read_samples(path: Path, columns: Mapping[str, type]) -> list[Row]:
             except ValueError as error:
                 raise InputError(f"{path}, line {reader.line_num}: {error}") from error
     return rows
+
+
+def compressed(path: Path) -> Path:
+    """Where a published study has the file."""
+    return path.with_name(path.name + ".xz")
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Write a table atomically; a compressed one that it takes the place of is removed."""
+    write_text(path, to_csv(rows, columns))
+    compressed(path).unlink(missing_ok=True)
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:

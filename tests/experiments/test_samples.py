@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,25 @@ def test_a_new_store_continues_where_the_last_one_ended(tmp_path: Path) -> None:
     assert ("a", 3) not in again
     again.add([row(length=3)])
     assert [r["length"] for r in store(tmp_path).rows] == [1, 2, 3]
+
+
+def test_a_compressed_file_is_gone_on_with_and_replaced(tmp_path: Path) -> None:
+    """What is published is compressed: a copy of it is resumed like the folder of the study itself."""
+    store(tmp_path).add([row(length=1)])
+    plain, packed = tmp_path / "samples.csv", tmp_path / "samples.csv.xz"
+    packed.write_bytes(lzma.compress(plain.read_bytes()))
+    plain.unlink()
+    again = store(tmp_path)
+    assert again.rows == read_samples(plain, COLUMNS) == [row(length=1)]
+    again.add([row(length=2)])
+    assert not packed.exists()
+    assert read_samples(plain, COLUMNS) == [row(length=1), row(length=2)]
+
+
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "samples.csv.xz").write_bytes(b"no archive")
+    with pytest.raises(InputError, match=r"samples\.csv\.xz is damaged"):
+        store(tmp_path)
 
 
 def test_rows_that_do_not_count_any_more_are_removed(tmp_path: Path) -> None:
