@@ -155,15 +155,21 @@ def tiles_in_row(b_own, b_tile_max, maximum, scale):
 
 
 @triton.jit
-def _larger(b_x, b_y):
-    """The larger ones, or NaN where there is one."""
-    return tl.maximum(b_x, b_y, propagate_nan=tl.PropagateNan.ALL)
+def _larger(b_x, b_y, PAIRS: tl.constexpr):
+    """The larger ones, or NaN where there is one; ``PAIRS``: of FP16 numbers, two in one instruction."""
+    if PAIRS and not _INTERPRETED:
+        result = tl.inline_asm_elementwise(
+            "max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [b_x, b_y], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        result = tl.maximum(b_x, b_y, propagate_nan=tl.PropagateNan.ALL)
+    return result
 
 
 @triton.jit
 def _pieces(b_x):
-    """The four quarters of ``[4 * N]``, which a thread holds parts of each of: nothing moves."""
-    b_x = tl.trans(tl.reshape(b_x, [4, b_x.shape[0] // 4]))
+    """The four quarters of a tile, which a thread holds parts of each of: nothing moves."""
+    b_x = tl.trans(tl.reshape(b_x, [4, b_x.numel // 4]))
     b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0], 2, 2]))
     b_0, b_2 = tl.split(b_even)
     b_1, b_3 = tl.split(b_odd)
@@ -171,19 +177,23 @@ def _pieces(b_x):
 
 
 @triton.jit
-def _halves(b_x):
-    """The even and the odd elements."""
-    return tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
+def _halves(b_x, N: tl.constexpr):
+    """Of every N adjacent elements the first half and the second; with N > 2, pairs stay together."""
+    b_x = tl.reshape(b_x, [b_x.shape[0] // N, 2, N // 2])
+    b_first, b_second = tl.split(tl.permute(b_x, (0, 2, 1)))
+    size: tl.constexpr = b_x.numel // 2
+    return tl.reshape(b_first, [size]), tl.reshape(b_second, [size])
 
 
 @triton.jit
-def _maximum(b_logit):
-    """The maximum of a tile, or NaN; what a thread holds of 16-bit logits is compared there."""
+def _maximum(b_logit, PAIRS: tl.constexpr):
+    """The FP32 maximum of a tile, or NaN; what a thread holds of 16-bit logits is compared there."""
     b_0, b_1, b_2, b_3 = _pieces(b_logit)
-    b_max = _larger(_larger(b_0, b_1), _larger(b_2, b_3))
-    for _ in tl.static_range(3):
-        b_even, b_odd = _halves(b_max)
-        b_max = _larger(b_even, b_odd)
+    b_max = _larger(_larger(b_0, b_1, PAIRS), _larger(b_2, b_3, PAIRS), PAIRS)
+    b_first, b_second = _halves(b_max, 8)
+    b_first, b_second = _halves(_larger(b_first, b_second, PAIRS), 4)
+    b_first, b_second = _halves(_larger(b_first, b_second, PAIRS).to(tl.float32), 2)
+    b_max = _larger(b_first, b_second, False)
     # As integers, which a warp compares in one instruction.
     bits = b_max.to(tl.int32, bitcast=True)
     key = tl.max(tl.where(b_max == b_max, bits ^ ((bits >> 31) & 0x7FFFFFFF), 2**31 - 1), axis=0)
@@ -192,11 +202,11 @@ def _maximum(b_logit):
 
 @triton.jit
 def tile_sum(b_logit, maximum, scale):
-    """int64 weight of a tile's logits ``[TILE]``, relative to a maximum."""
+    """int64 weight of a tile's FP32 logits, in any shape, relative to a maximum."""
     b_power = _power_of_two(_missing(b_logit, exponent_base(maximum, scale), scale), _ONE)
     b_0, b_1, b_2, b_3 = _pieces(b_power)
-    b_even, b_odd = _halves((b_0 + b_1) + (b_2 + b_3))
-    b_even, b_odd = _halves(b_even + b_odd)
+    b_even, b_odd = _halves((b_0 + b_1) + (b_2 + b_3), 2)
+    b_even, b_odd = _halves(b_even + b_odd, 2)
     b_weight = (b_even + b_odd).to(tl.int64)
     # In two parts of 32 bits, which a warp sums in one instruction each.
     low = tl.sum((b_weight & 0xFFFFFF).to(tl.int32), axis=0)
@@ -204,17 +214,43 @@ def tile_sum(b_logit, maximum, scale):
     return (high.to(tl.int64) << 24) + low
 
 
+@triton.jit
+def _load_tile(p_row, i_tile, o_token, vocabulary, TILE: tl.constexpr):
+    """Logits of a tile in their own dtype, -inf beyond the vocabulary; only its last tile needs a mask."""
+    p_tile = p_row + i_tile * TILE + o_token
+    left = vocabulary - i_tile * TILE
+    if left >= TILE:  # noqa: SIM108 -- a branch, of which one side is run
+        b_logit = tl.load(p_tile)
+    else:
+        b_logit = tl.load(p_tile, mask=o_token < left, other=-float("inf"))
+    return b_logit
+
+
+@triton.jit
+def _allowed_in_tile(p_bits, i_tile, vocabulary, TILE: tl.constexpr):
+    """Whether tokens ``[4, TILE // 4]`` of a tile are allowed; every word of bits is loaded once."""
+    o_word = i_tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    b_word = tl.load(p_bits + o_word, mask=o_word * 32 < vocabulary, other=0)
+    b_bit = (b_word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+    return tl.reshape(b_bit, [4, TILE // 4]) != 0
+
+
 @triton.jit(do_not_specialize=["turns"])
 def tile_sums_kernel(
     p_logits, stride_request, stride_row, p_positions, p_scale,
     p_allowed, stride_bits_request, stride_bits_row, p_store, stride_store, p_tile_max, p_tile_sum,
     vocabulary, tiles, turns,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Maxima (NaN if there is one) and sums of tiles; one program takes ``turns`` of one row.
 
     For a greedy request the sum is the first index of the maximum instead. The logits of a request that is
-    not greedy are copied to ``p_store``, if it is given.
+    not greedy are copied to ``p_store``, if it is given. ``PAIRS``: the logits are FP16, and maxima are taken
+    two numbers at a time.
+
+    Variants measured on an H200, whole verifications of 64 x 4 sampling rows of 248,320 FP16 logits: 52.2 us
+    with tiles of one dimension that are loaded and summed in turn, 49.3 with tiles of four rows, 47.9 with
+    loads ahead, 47.0 with pairs, 46.4 with a mask in a row's last tile alone.
     """
     start_dependent(DEPENDENT)
     i_row, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -226,19 +262,38 @@ def tile_sums_kernel(
     p_bits = p_allowed
     if p_allowed is not None:
         p_bits = p_allowed + i_request * stride_bits_request + i_member * stride_bits_row
-    for i_tile in range(i_part * turns, tl.minimum((i_part + 1) * turns, tiles)):
-        o_token = i_tile * TILE + tl.arange(0, TILE)
-        b_logit = load_logits(p_row, p_bits, o_token, vocabulary)
-        maximum = _maximum(b_logit)
+    # As four rows, which are the pieces: in one dimension pairs are taken apart and packed again.
+    o_token = (tl.arange(0, 4) * (TILE // 4))[:, None] + tl.arange(0, TILE // 4)[None, :]
+    first, end = i_part * turns, tl.minimum((i_part + 1) * turns, tiles)
+    b_next = _load_tile(p_row, first, o_token, vocabulary, TILE)
+    for i_tile in tl.range(first, end, num_stages=1):
+        b_tile = b_next
+        # Behind the last tile comes itself again, from a cache: cheaper than a branch.
+        b_next = _load_tile(p_row, tl.minimum(i_tile + 1, end - 1), o_token, vocabulary, TILE)
+        if not PAIRS:
+            b_tile = b_tile.to(tl.float32)
+        if p_allowed is not None:
+            m_allowed = _allowed_in_tile(p_bits, i_tile, vocabulary, TILE)
+            b_tile = tl.where(m_allowed, b_tile, -float("inf"))
+        maximum = _maximum(b_tile, PAIRS)
+        b_logit = b_tile.to(tl.float32)
         if scale == 0.0:
-            total = tl.min(tl.where(b_logit == maximum, o_token, 2**31 - 1), axis=0).to(tl.int64)
+            b_index = tl.where(b_logit == maximum, i_tile * TILE + o_token, 2**31 - 1)
+            total = tl.min(tl.min(b_index, axis=0), axis=0).to(tl.int64)
         else:
             total = tile_sum(b_logit, maximum, scale)
             if p_store is not None:
-                p_copy = p_store + i_request * stride_store + o_token
-                tl.store(p_copy, b_logit.to(p_copy.dtype.element_ty), mask=o_token < vocabulary)
+                p_copy = p_store + i_request * stride_store + i_tile * TILE + o_token
+                m_copy = i_tile * TILE + o_token < vocabulary
+                tl.store(p_copy, b_logit.to(p_copy.dtype.element_ty), mask=m_copy)
         tl.store(p_tile_max + i_row * tiles + i_tile, maximum)
         tl.store(p_tile_sum + i_row * tiles + i_tile, total)
+
+
+def _compares_pairs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether maxima are taken two FP16 numbers at a time: one instruction from compute capability 8.0 on."""
+    on_gpu = dtype == torch.float16 and device.type == "cuda"
+    return on_gpu and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def launch_tile_sums(
@@ -259,7 +314,7 @@ def launch_tile_sums(
         logits, logits.stride(0), logits.stride(1), positions, scale,
         allowed, *((0, 0) if allowed is None else allowed.stride()[:2]),
         store, 0 if store is None else store.stride(0), tile_max, tile_sum, vocabulary, tiles, turns,
-        ROWS=rows, TILE=TILE, DEPENDENT=dependent,
+        ROWS=rows, TILE=TILE, PAIRS=_compares_pairs(logits.dtype, logits.device), DEPENDENT=dependent,
         num_warps=1, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from page4.experiments.sm70.compiling import CAPABILITIES, compile_for
+from page4.experiments.sm70.launches import recorded_launches
+from page4.experiments.sm70.pretend_gpu import GPUS, pretend_gpu
 from page4.kernels.draft_sampling import DraftDistributions, sample_drafts_reference
 from page4.kernels.errors import InputError
 from page4.kernels.mtp_verify import verify_reference
@@ -151,6 +153,77 @@ def test_sums_of_tiles_are_the_definitions() -> None:
     assert torch.equal(total.cpu(), summed_powers(row_totals(logits[:, 0], scale).power))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_tiles_are_those_of_what_is_allowed(
+    turns: int, masked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima, sums and copies of sampled, greedy and padded requests, and of rows with NaN, inf and -inf."""
+    monkeypatch.setattr("page4.kernels.token_weights_triton._PROGRAMS", 1 if turns > 1 else 64)
+    generator = torch.Generator().manual_seed(1)
+    tiles, vocabulary = 3, 2 * TILE + 33
+    wide = torch.full((6, 1, vocabulary + 7), math.nan, dtype=dtype)
+    logits = wide[..., :vocabulary]
+    logits.copy_(4 * torch.randn(logits.shape, generator=generator))
+    logits[1, 0, 5], logits[1, 0, TILE + 2], logits[1, 0, -1] = math.nan, math.inf, -math.inf
+    logits[2, 0, :TILE] = -math.inf
+    logits[3, 0, ::2], logits[3, 0, 1::2] = -0.0, 0.0
+    words = torch.randint(-(2**31), 2**31, (6, 1, -(-vocabulary // 32) + 2), generator=generator)
+    words[1, 0] = -1
+    bits = words.to(torch.int32)[..., :-2]
+    bits[4, 0, TILE // 32 :] = 0
+    scale = torch.tensor([1.44, 1.0, 2.5, 0.7, 0.0, 1.0])
+    positions = torch.tensor([0, 1, 2, 3, 4, -1])
+    maximum = torch.full((6, tiles), 77.0, device=DEVICE)
+    total = torch.full((6, tiles), 77, dtype=torch.int64, device=DEVICE)
+    store = torch.full((6, vocabulary + 9), 77.0, dtype=dtype, device=DEVICE)
+    allowed = there(bits) if masked else None
+    launch_tile_sums(
+        there(logits), there(positions), there(scale), allowed, store[:, :vocabulary], maximum, total
+    )
+
+    x = logits[:, 0].float()
+    if masked:
+        token = torch.arange(vocabulary)
+        x = torch.where(((bits[:, 0, token // 32] >> (token % 32)) & 1) != 0, x, -math.inf)
+    padded = torch.nn.functional.pad(x, (0, tiles * TILE - vocabulary), value=-math.inf)
+    largest = padded.view(6, tiles, TILE).amax(2)
+    found, sums = maximum.cpu(), total.cpu()
+    assert torch.equal(found[:5].isnan(), largest[:5].isnan())
+    assert torch.equal(found[:5].nan_to_num(9e9), largest[:5].nan_to_num(9e9))
+    expected = summed_powers(row_totals(x[:4], scale[:4]).power)
+    finite = largest[:4].isfinite()
+    assert torch.equal(sums[:4][finite], expected[finite])
+    for i in range(tiles):  # of the greedy request
+        first = (padded[4, i * TILE : (i + 1) * TILE] == largest[4, i]).nonzero()[0] + i * TILE
+        assert sums[4, i] == first
+    assert (found[5] == 77).all() and (sums[5] == 77).all()
+    copies = store.cpu().float()
+    assert torch.equal(copies[:4, :vocabulary].nan_to_num(9e9), x[:4].nan_to_num(9e9))
+    assert (copies[4:] == 77).all() and (copies[:, vocabulary:] == 77).all()
+
+
+def test_maxima_in_pairs_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of those GPUs that compare two FP16 numbers at a time."""
+    monkeypatch.setattr("page4.kernels.token_weights_triton._compares_pairs", lambda *_: True)
+    test_tiles_are_those_of_what_is_allowed(3, True, torch.float16, monkeypatch)
+    test_tiles_are_those_of_what_is_allowed(3, False, torch.float16, monkeypatch)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(c, d) for c in CAPABILITIES for d in DTYPES])
+def test_only_fp16_is_compared_in_pairs(capability: int, dtype: torch.dtype) -> None:
+    """From compute capability 8.0 on."""
+    with pretend_gpu(GPUS[capability]) as device, recorded_launches() as launches:
+        launch_tile_sums(
+            torch.empty(2, 1, 2048, dtype=dtype), torch.empty(2, dtype=torch.int64), torch.empty(2),
+            None, None, torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64),
+        )  # fmt: skip
+    assert device.type == "cuda"
+    constants = launches[0].job(capability).constants
+    assert constants["PAIRS"] == (capability >= 80 and dtype == torch.float16)
+
+
 def test_filters_keep_the_lowest_of_equal_tokens() -> None:
     logits = torch.zeros(40, 1, 8)
     logits[:, 0, 1] = -1.0
@@ -241,12 +314,15 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("optional", [False, True])
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_kernels_compile_without_spills(name: str, optional: bool, dtype: str, capability: int) -> None:
     kernel, constants, warps = KERNELS[name]
+    pairs = capability >= 80 and dtype == "fp16"
     sizes: dict[str, Any] = constants | {"DEPENDENT": capability >= 90}
+    if name == "tile sums":
+        sizes["PAIRS"] = pairs
     signature = {}
     for argument in kernel.fn.__code__.co_varnames[: kernel.fn.__code__.co_argcount]:
         if argument in OPTIONAL and not optional:
@@ -267,3 +343,4 @@ def test_kernels_compile_without_spills(name: str, optional: bool, dtype: str, c
     assert fused == compiled.ptx.count("fma.rn.f32") + saturated and saturated > 0
     if name == "tile sums":
         assert "ld.global.v4" in compiled.ptx
+        assert ("max.NaN.f16x2" in compiled.ptx) == pairs
