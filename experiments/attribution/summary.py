@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from page4.experiments.acceptance.metrics import ALL_LENGTHS, ALL_TEXTS, Metric,
 from page4.experiments.acceptance.summary import Estimator
 from page4.experiments.attribution.arms import Condition
 from page4.experiments.samples import Row
-from page4.experiments.statistics import Estimate, bootstrap, ratio
+from page4.experiments.statistics import Array, bootstrap, ratio
+
+_Round = tuple[str, int, int]
+"""Prompt, length and turn."""
 
 TREATED = ("noise", "choice")
 """Groups whose arms are also compared with the studied format, from which they differ in one thing."""
@@ -28,9 +31,10 @@ hundred, and an interval over nothing but zeros has no width."""
 def summarise(measured: AcceptanceConfig, conditions: Sequence[Condition], rows: Sequence[Row]) -> Metrics:
     """Acceptance of every arm and its difference to the baseline, by length and over all.
 
-    Besides: `changed_rounds`, the share of rounds with another number of accepted drafts than the baseline's,
-    and `difference_to_format` of arms that differ from the studied format in one thing. Both are percent and
-    points, with intervals over prompts.
+    Besides: `changed_rounds`, the share of rounds with another number of accepted drafts than the baseline's;
+    how much larger it is than with the studied format, `changed_rounds_to_format`, paired on the prompt; and
+    `difference_to_format`, the acceptance of arms that differ from the studied format in one thing. They are
+    percent and points, with intervals over prompts.
 
     Args:
         measured: How rounds were measured; its arms are those of the conditions.
@@ -44,7 +48,7 @@ def summarise(measured: AcceptanceConfig, conditions: Sequence[Condition], rows:
     for length in lengths:
         chosen = [row for row in rows if length in (row["length"], ALL_LENGTHS)]
         metrics += estimator.acceptance(chosen, length, ALL_TEXTS)
-        metrics += _changed(measured, chosen, length)
+        metrics += _changed(measured, studied.name, chosen, length)
         if contrasted:
             metrics += [
                 dataclasses.replace(metric, name="difference_to_format")
@@ -64,46 +68,46 @@ def costs_nothing(measured: AcceptanceConfig, metrics: Metrics, arm: str) -> boo
     return all(change.value >= FREE_LOSS and change.low > FREE_BOUND for change in changes)
 
 
-def _changed(measured: AcceptanceConfig, rows: Sequence[Row], length: int | str) -> list[Metric]:
-    """Share of the rounds in which an arm accepted another number of drafts than the baseline."""
+def _changed(
+    measured: AcceptanceConfig, studied: str, rows: Sequence[Row], length: int | str
+) -> list[Metric]:
+    """In how many rounds an arm accepted another number of drafts than the baseline."""
     accepted = {
         arm.name: {_round(row): row["accepted"] for row in rows if row["arm"] == arm.name}
         for arm in measured.all_arms
     }
     base = accepted[measured.baseline.name]
-    return [
-        Metric(
-            "changed_rounds",
-            arm.name,
-            length,
-            ALL_TEXTS,
-            None,
-            "percent",
-            _share(measured, base, accepted[arm.name]),
-        )
-        for arm in measured.all_arms[1:]
-    ]
-
-
-def _share(
-    measured: AcceptanceConfig,
-    base: Mapping[tuple[str, int, int], int],
-    other: Mapping[tuple[str, int, int], int],
-) -> Estimate:
     prompts = sorted({prompt for prompt, _, _ in base})
+    rounds = _count(prompts, base)
+    changed = {
+        arm: _count(prompts, [key for key, count in base.items() if other[key] != count])
+        for arm, other in accepted.items()
+    }
+
+    def share(name: str, arm: str, unit: str, count: Array) -> Metric:
+        estimate = bootstrap(
+            ratio(count, rounds),
+            len(prompts),
+            resamples=measured.resamples,
+            confidence=measured.confidence,
+            seed=measured.seed,
+        )
+        return Metric(name, arm, length, ALL_TEXTS, None, unit, estimate.scaled(100))
+
+    metrics = []
+    for arm in measured.all_arms[1:]:
+        metrics.append(share("changed_rounds", arm.name, "percent", changed[arm.name]))
+        if arm.name != studied:
+            more = changed[arm.name] - changed[studied]
+            metrics.append(share("changed_rounds_to_format", arm.name, "points", more))
+    return metrics
+
+
+def _count(prompts: Sequence[str], rounds: Iterable[_Round]) -> Array:
+    """How many of the rounds each prompt has."""
     index = {prompt: i for i, prompt in enumerate(prompts)}
-    rounds, changed = np.zeros(len(prompts)), np.zeros(len(prompts))
-    for key, count in base.items():
-        rounds[index[key[0]]] += 1
-        changed[index[key[0]]] += other[key] != count
-    return bootstrap(
-        ratio(changed, rounds),
-        len(prompts),
-        resamples=measured.resamples,
-        confidence=measured.confidence,
-        seed=measured.seed,
-    ).scaled(100)
+    return np.bincount([index[prompt] for prompt, _, _ in rounds], minlength=len(prompts)).astype(np.float64)
 
 
-def _round(row: Row) -> tuple[str, int, int]:
+def _round(row: Row) -> _Round:
     return row["prompt"], row["length"], row["round"]

@@ -29,6 +29,7 @@ def _group(measured: AcceptanceConfig, members: Sequence[Condition], metrics: Me
     against = members[0].group in TREATED
     lengths = _lengths(measured)
     header = ["arm", "what", *(f"{_name(length)}, points" for length in lengths), "rounds changed"]
+    header.append("more than with the format, points")
     if against:
         header.append("against the format, points")
     rows = []
@@ -36,10 +37,11 @@ def _group(measured: AcceptanceConfig, members: Sequence[Condition], metrics: Me
         arm = condition.arm.name
         if condition.arm == measured.baseline:
             values = [percent(metrics.get("acceptance", arm, length).scaled(100)) for length in lengths]
-            rows.append([arm, condition.says, *values, "-"])
+            rows.append([arm, condition.says, *values, "-", "-"])
             continue
         cells = [signed(metrics.get("acceptance_difference", arm, length)) for length in lengths]
         cells.append(percent(metrics.get("changed_rounds", arm, ALL_LENGTHS)))
+        cells.append(signed(metrics.get("changed_rounds_to_format", arm, ALL_LENGTHS)))
         if against:
             cells.append(signed(metrics.get("difference_to_format", arm, ALL_LENGTHS)))
         rows.append([arm, condition.says, *cells])

@@ -142,11 +142,15 @@ def test_effects_are_what_the_samples_say(finished: Finished) -> None:
         metrics = [row for row in csv.DictReader(file) if row["length"] == "all"]
     found = {(m["metric"], m["arm"]): float(m["value"]) for m in metrics}
     drafted = 3 * len(counts["fp16"])
+    by_format = sum(a != b for a, b in zip(counts["e4m3"], counts["fp16"], strict=True))
     for arm in ARMS[1:]:
         difference = 100 * (sum(counts[arm]) - sum(counts["fp16"])) / drafted
         assert found["acceptance_difference", arm] == pytest.approx(difference)
         changed = sum(a != b for a, b in zip(counts[arm], counts["fp16"], strict=True))
         assert found["changed_rounds", arm] == pytest.approx(100 * changed / len(counts[arm]))
+        if arm != "e4m3":
+            more = 100 * (changed - by_format) / len(counts[arm])
+            assert found["changed_rounds_to_format", arm] == pytest.approx(more, abs=1e-9)
     for arm in ("noise_layer", "noise_value", "e4m3_frozen"):
         difference = 100 * (sum(counts[arm]) - sum(counts["e4m3"])) / drafted
         assert found["difference_to_format", arm] == pytest.approx(difference)
