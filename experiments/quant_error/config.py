@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
 from page4.experiments.prompt_windows import NONCE_CHARACTERS
 from page4.kernels.errors import InputError
-from page4.kvcache import get_format
+from page4.kvcache import RECOMMENDED, get_format
 from page4.kvcache.scale_rules import ScaleRule
 
 
@@ -97,7 +97,7 @@ class QuantErrorConfig:
     confidence: float = 0.95
 
     QUICK: ClassVar[dict[str, Any]] = {
-        "formats": ("fp16", "e4m3", "e3m4", "int8"),
+        "formats": ("fp16", "e4m3", "e3m4", RECOMMENDED, "int8"),
         "rules": ("max",),
         "lengths": (256, 512),
         "num_prompts": 6,

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from page4.experiments.plots import format_tokens
 from page4.experiments.quant_error.chunk import TARGET
-from page4.experiments.quant_error.config import QuantErrorConfig, Window
+from page4.experiments.quant_error.config import Arm, QuantErrorConfig, Window
+from page4.experiments.quant_error.notes import intervals, layer_title, scale_rules
 from page4.experiments.quant_error.panels import Line, Panel, plot_panels
 from page4.experiments.quant_error.summary import UNQUANTISED, Metrics, unquantised_format
 from page4.experiments.quant_error.theory import rounding_error
@@ -17,6 +18,8 @@ from page4.model.observation import DRAFT_LAYER
 
 _ERROR = "relative RMS error"
 _OFF = "an arm without error is not on a logarithmic axis"
+_MILLINATS = ("kl", "loss_change")
+"""What is shown in the unit of the tables."""
 
 
 class Figures:
@@ -31,8 +34,9 @@ class Figures:
         assert config.lengths is not None
         self._config, self._metrics = config, metrics
         self._longest = config.lengths[-1]
-        percent = f"{100 * config.confidence:g} %"
-        self._bars = f"bars: {percent} bootstrap intervals over {config.num_prompts} prompts"
+        self._bars = intervals(config, "bars")
+        # Lines of every rule hide each other; points side by side do not.
+        self._lined = [arm for arm in config.arms if arm.rule in (None, config.rules[0])]
         self._base = f"against an unquantised ({unquantised_format(config)}) cache"
 
     def all(self) -> dict[str, Figure]:
@@ -52,7 +56,7 @@ class Figures:
             "stored values,\nwith subnormals, saturation and int8's steps"
         )
         title = f"Quantisation error of stored K and V, {self._base}"
-        return plot_panels(panels, 2, title, f"{self._end}; {self._bars}; {_OFF}\n{theory}")
+        return plot_panels(panels, 2, title, self._note(self._end, _OFF, theory=theory))
 
     def _output_error(self) -> Figure:
         panels = [
@@ -60,29 +64,29 @@ class Figures:
             self._layers("on the arm's own inputs (accumulated)", "output_accumulated"),
         ]
         title = f"Error of the attention layers' outputs, {self._base}"
-        return plot_panels(panels, 2, title, f"{self._end}; {self._bars}; {_OFF}")
+        return plot_panels(panels, 2, title, self._note(self._end, _OFF))
 
     def _overlap(self) -> Figure:
         panels = [
-            self._lengths(_title(layer), "Jaccard index", "jaccard", layer, logarithmic=False)
+            self._lengths(layer_title(layer), "Jaccard index", "jaccard", layer, logarithmic=False)
             for layer in self._metrics.layers
         ]
         all_chosen = "a row that sees no more blocks than it selects selects all of them"
-        note = f"{self._scored}, mean over rows; {self._bars}\n{all_chosen}"
+        note = self._note(f"{self._scored}, mean over rows", all_chosen, lines=True)
         return plot_panels(panels, len(panels), f"Overlap of selected blocks, {self._base}", note, True)
 
     def _by_length(self) -> Figure:
         names = self._metrics.logits
-        panels = [self._lengths(f"KL divergence, {name}", "KL (nats)", "kl", name) for name in names]
+        panels = [self._lengths(f"KL divergence, {name}", "KL (millinats)", "kl", name) for name in names]
         panels += [
             self._lengths(f"argmax flips, {name}", "share of rows", "flips", name, True, False)
             for name in names
         ]
-        if self._metrics.has_loss:
+        if self._metrics.has("loss"):
             panels += [self._loss_change(name) for name in names]
             panels += [self._unquantised_loss(name) for name in names]
         title = f"Predictions by context length, {self._base}"
-        return plot_panels(panels, len(names), title, f"{self._scored}; {self._bars}; {_OFF}")
+        return plot_panels(panels, len(names), title, self._note(self._scored, _OFF, lines=True))
 
     def _by_position(self) -> Figure:
         last = [layer for layer in self._metrics.layers if layer != DRAFT_LAYER][-1]
@@ -93,12 +97,22 @@ class Figures:
             self._positions(output, _ERROR, "output_accumulated", last, True),
         ]
         panels += [
-            self._positions(f"KL divergence, {name}", "KL (nats)", "kl", name)
+            self._positions(f"KL divergence, {name}", "KL (millinats)", "kl", name)
             for name in self._metrics.logits
         ]
         panels.append(self._positions("argmax flips, target", "share of rows", "flips", TARGET, True, False))
         title = f"By position in prompts of {format_tokens(self._longest)} tokens, {self._base}"
-        return plot_panels(panels, 3, title, f"positions since the tick before; {self._bars}; {_OFF}")
+        note = self._note("positions since the tick before", _OFF, lines=True)
+        return plot_panels(panels, 3, title, note)
+
+    def _note(self, about: str, limit: str, theory: str = "", lines: bool = False) -> str:
+        """The small print: what the rows are, intervals, what is not shown, the arms' names."""
+        arms = self._lined if lines else self._config.arms
+        names = [scale_rules(self._config, arms)]
+        if len(arms) < len(self._config.arms):
+            names.append("the other rules are in summary.csv")
+        printed = [f"{about}; {self._bars}", limit, theory, "; ".join(filter(None, names))]
+        return "\n".join(filter(None, printed))
 
     @property
     def _end(self) -> str:
@@ -120,8 +134,8 @@ class Figures:
             title,
             "sparse layer",
             _ERROR,
-            [_title(layer) for layer in self._metrics.layers],
-            self._lines(name, places, expected),
+            [layer_title(layer) for layer in self._metrics.layers],
+            self._lines(self._config.arms, name, places, expected),
             percent=True,
             levels=[(kv_format, level) for kv_format, level in levels if level is not None],
         )
@@ -138,12 +152,14 @@ class Figures:
         """By context length, at the end of every prompt."""
         lengths = self._config.lengths or ()
         places = [(length, self._config.scored(length), layer) for length in lengths]
-        lines = self._lines(name, places)
+        lines = self._lines(self._lined, name, places)
         return Panel(title, "context length (tokens)", ylabel, lengths, lines, percent, logarithmic)
 
     def _loss_change(self, name: str) -> Panel:
         """What arms add to the loss, by context length."""
-        panel = self._lengths(f"loss change, {name}", "change (nats)", "loss_change", name, logarithmic=False)
+        panel = self._lengths(
+            f"loss change, {name}", "change (millinats)", "loss_change", name, logarithmic=False
+        )
         return dataclasses.replace(panel, zero=True)
 
     def _unquantised_loss(self, name: str) -> Panel:
@@ -167,23 +183,23 @@ class Figures:
     ) -> Panel:
         """By position in the longest prompts."""
         buckets = self._config.buckets
-        lines = self._lines(name, [(self._longest, bucket, layer) for bucket in buckets])
+        lines = self._lines(self._lined, name, [(self._longest, bucket, layer) for bucket in buckets])
         ticks = [bucket.stop for bucket in buckets]
         return Panel(title, "position, up to (tokens)", ylabel, ticks, lines, percent, logarithmic)
 
     def _lines(
-        self, name: str, places: Sequence[tuple[int, Window, str]], expected: str | None = None
+        self,
+        arms: Sequence[Arm],
+        name: str,
+        places: Sequence[tuple[int, Window, str]],
+        expected: str | None = None,
     ) -> list[Line]:
-        get = self._metrics.get
+        get, factor = self._metrics.get, 1000 if name in _MILLINATS else 1
         return [
             Line(
                 arm,
-                [get(name, arm.name, *place) for place in places],
+                [get(name, arm.name, *place).scaled(factor) for place in places],
                 [get(expected, arm.name, *place).value for place in places] if expected else None,
             )
-            for arm in self._config.arms
+            for arm in arms
         ]
-
-
-def _title(layer: str) -> str:
-    return layer if layer == DRAFT_LAYER else f"layer {layer}"

@@ -42,6 +42,9 @@ _WITHOUT_INTERVAL = {name for name in UNITS if name.endswith(("_expected", "_cli
 _COMPARED = ("output_accumulated", "kl", "flips")
 """What is also compared with the reference arm, as `<name>_change` in percent."""
 
+_GROWING = ("output_accumulated", "kl", "flips")
+"""What is also compared with the shortest length, as `<name>_from_shortest` in its own unit."""
+
 METRIC_COLUMNS: dict[str, type] = {
     "metric": str,
     "arm": str,
@@ -130,10 +133,9 @@ class Metrics:
         """Names of the logits, the target's first."""
         return list(dict.fromkeys(m.place.layer for m in self.all if m.name == "kl"))
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the study measured the loss; the first ones did not."""
-        return any(m.name == "loss" for m in self.all)
+    def has(self, name: str) -> bool:
+        """Whether there is any estimate of this name: one length has no growth, old studies no loss."""
+        return any(m.name == name for m in self.all)
 
 
 def unquantised_format(config: QuantErrorConfig) -> str:
@@ -168,6 +170,7 @@ def summarise(config: QuantErrorConfig, layers: Sequence[Row], logits: Sequence[
                     change = _change(config, of_prompts, of_reference)
                     metrics.append(Metric(f"{name}_change", place, "percent", change))
         metrics += _unquantised_loss(config, values)
+        metrics += _growth(config, values)
     return Metrics(metrics)
 
 
@@ -205,6 +208,24 @@ def _unquantised_loss(
                 before = losses[place._replace(length=shorter, window=config.scored(shorter))]
                 change = _mean(config, loss - before, True)
                 metrics.append(Metric("loss_from_shorter", place, unit, change))
+    return metrics
+
+
+def _growth(
+    config: QuantErrorConfig, values: Mapping[Place, Mapping[str, NDArray[np.float64]]]
+) -> list[Metric]:
+    """What longer contexts add to the arms' errors at the same tokens: paired, so that prompts may differ."""
+    shortest, *longer = config.lengths or (0,)
+    if not longer or not config.scored_alike(shortest):
+        return []
+    metrics = []
+    for place, columns in values.items():
+        if place.length in longer and place.window == config.scored(place.length):
+            before = values[place._replace(length=shortest, window=config.scored(shortest))]
+            for name in _GROWING:
+                if name in columns:
+                    change = _mean(config, columns[name] - before[name], True)
+                    metrics.append(Metric(f"{name}_from_shortest", place, UNITS[name], change))
     return metrics
 
 

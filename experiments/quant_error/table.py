@@ -7,15 +7,18 @@ import math
 from page4.experiments.markdown import table
 from page4.experiments.plots import format_tokens
 from page4.experiments.quant_error.config import QuantErrorConfig
+from page4.experiments.quant_error.notes import intervals, layer_title, scale_rules
 from page4.experiments.quant_error.summary import UNQUANTISED, Metrics, reference_arm, unquantised_format
 from page4.experiments.quant_error.theory import rounding_error
-from page4.experiments.statistics import LEAST_CLUSTERS, Estimate
+from page4.experiments.statistics import Estimate
 
 
 def markdown_table(config: QuantErrorConfig, metrics: Metrics) -> str:
     """All tables as Markdown."""
     parts = [_stored(config, metrics), _predictions(config, metrics)]
-    if metrics.has_loss:
+    if metrics.has("kl_from_shortest"):
+        parts.append(_growth(config, metrics))
+    if metrics.has("loss"):
         parts.append(_context(config, metrics))
     parts.append(_notes(config, metrics))
     return "\n\n".join(parts) + "\n"
@@ -55,7 +58,7 @@ def _predictions(config: QuantErrorConfig, metrics: Metrics) -> str:
         header += [f"{name} KL, millinats", f"{name} flips"]
         if reference is not None:
             header.append(f"{name} KL against {reference}")
-        if metrics.has_loss:
+        if metrics.has("loss"):
             header.append(f"{name} loss change, millinats")
     rows = []
     for arm in config.arms:
@@ -70,10 +73,35 @@ def _predictions(config: QuantErrorConfig, metrics: Metrics) -> str:
                 ]
                 if reference is not None:
                     cells.append(_number(metrics.get("kl_change", *place, name), "{:+.0f}", " %"))
-                if metrics.has_loss:
+                if metrics.has("loss"):
                     cells.append(_millinats(metrics.get("loss_change", *place, name)))
             rows.append(cells)
     return f"**Predictions, last {config.scored_tokens} tokens of every context**\n\n{table(header, rows)}"
+
+
+def _growth(config: QuantErrorConfig, metrics: Metrics) -> str:
+    """What the longest context adds to the errors at the shortest."""
+    assert config.lengths is not None
+    shortest, longest = config.lengths[0], config.lengths[-1]
+    header = ["arm"]
+    for name in metrics.logits:
+        header += [f"{name} KL, millinats", f"{name} flips, points"]
+    header += [f"output, accumulated, {layer_title(layer)}, points" for layer in metrics.layers]
+    rows = []
+    for arm in config.arms:
+        place = (arm.name, longest, config.scored(longest))
+        cells = [arm.name]
+        for name in metrics.logits:
+            cells.append(_millinats(metrics.get("kl_from_shortest", *place, name)))
+            cells.append(_points(metrics.get("flips_from_shortest", *place, name)))
+        for layer in metrics.layers:
+            cells.append(_points(metrics.get("output_accumulated_from_shortest", *place, layer)))
+        rows.append(cells)
+    title = (
+        f"**Growth with context, {format_tokens(longest)} against the shortest, {format_tokens(shortest)}, "
+        f"last {config.scored_tokens} tokens of both**"
+    )
+    return f"{title}\n\n{table(header, rows)}"
 
 
 def _context(config: QuantErrorConfig, metrics: Metrics) -> str:
@@ -96,6 +124,14 @@ def _context(config: QuantErrorConfig, metrics: Metrics) -> str:
 def _notes(config: QuantErrorConfig, metrics: Metrics) -> str:
     own = unquantised_format(config)
     control = f" The arm {own} stores what that pass stores: a control." if own in config.formats else ""
+    said_of_intervals, said_of_rules = (
+        f" {text[0].upper()}{text[1:]}." if text else ""
+        for text in (intervals(config, "in brackets"), scale_rules(config, config.arms))
+    )
+    growth = (
+        " Growth is paired on the prompt: an arm's error at the longest context minus its error at the "
+        "shortest, of the same tokens."
+    )
     loss = (
         " The loss is the mean negative log-likelihood of the text's next token, for the draft of the next "
         "but one; its change is against the unquantised pass, or against the next shorter context, where "
@@ -103,12 +139,11 @@ def _notes(config: QuantErrorConfig, metrics: Metrics) -> str:
     )
     return (
         f"{config.num_prompts} prompts of real text on {config.device}, against a pass with an unquantised "
-        f"({own}) cache.{control} In brackets: {100 * config.confidence:g} % bootstrap intervals over "
-        f"prompts, if there are at least {LEAST_CLUSTERS}. Errors are relative RMS. *rounding*: of the "
-        "format's normal values, whatever they are; *expected*: of the values that were stored. *local*: "
+        f"({own}) cache.{control}{said_of_intervals}{said_of_rules} Errors are relative RMS. *rounding*: of "
+        "the format's normal values, whatever they are; *expected*: of the values that were stored. *local*: "
         "the layer alone, on the unquantised pass's inputs; *accumulated*: on the arm's own. The KL "
         "divergence is that of the unquantised prediction from the arm's; the draft's is of its first step."
-        f"{loss if metrics.has_loss else ''}"
+        f"{growth if metrics.has('kl_from_shortest') else ''}{loss if metrics.has('loss') else ''}"
     )
 
 
@@ -119,6 +154,10 @@ def _percent(estimate: Estimate, interval: bool = False) -> str:
 
 def _millinats(change: Estimate) -> str:
     return _number(change.scaled(1000), "{:+.3g}")
+
+
+def _points(change: Estimate) -> str:
+    return _number(change.scaled(100), "{:+.3g}")
 
 
 def _number(estimate: Estimate, style: str, unit: str = "") -> str:

@@ -9,6 +9,7 @@ import pytest
 from page4.experiments.quant_error import Arm, QuantErrorConfig
 from page4.experiments.quant_error.config import Window
 from page4.kernels.errors import InputError
+from page4.kvcache import RECOMMENDED
 
 
 def test_a_format_with_static_scales_is_an_arm_per_rule() -> None:
@@ -16,6 +17,10 @@ def test_a_format_with_static_scales_is_an_arm_per_rule() -> None:
     assert config.arms == (Arm("int8", None), Arm("e3m4", "mse"), Arm("e3m4", "max"))
     assert [arm.name for arm in config.arms] == ["int8", "e3m4-mse", "e3m4-max"]
     assert len(QuantErrorConfig().arms) == 14
+
+
+def test_a_quick_study_has_the_recommended_format() -> None:
+    assert RECOMMENDED in QuantErrorConfig.QUICK["formats"]
 
 
 def test_buckets_tile_the_longest_prompts_and_double() -> None:

@@ -85,6 +85,15 @@ def loss_rows(arm: str, length: int, losses: list[float], change: float) -> list
     ]
 
 
+def output_rows(arm: str, length: int) -> list[dict[str, Any]]:
+    """Of the last 32 tokens: prompts differ, and every token of context adds 1e-4 to all of them."""
+    about = {"arm": arm, "length": length, "first": length - 32, "stop": length, "layer": "7"}
+    return [
+        about | {"prompt": f"text@{i}", "output_accumulated": kl + 1e-4 * length}
+        for i, kl in enumerate(DIVERGENCES)
+    ]
+
+
 def losing(lengths: tuple[int, ...]) -> tuple[QuantErrorConfig, Metrics]:
     """Prompts differ by several nats; every doubling of the context takes 0.05 from all of them."""
     wanted = config(lengths=lengths, scored_tokens=32, num_prompts=8, dtype="float32")
@@ -93,7 +102,8 @@ def losing(lengths: tuple[int, ...]) -> tuple[QuantErrorConfig, Metrics]:
         for length in lengths:
             losses = [2 + 3 * kl - 0.05 * np.log2(length) for kl in DIVERGENCES]
             rows += loss_rows(arm, length, losses, change)
-    return wanted, summarise(wanted, [], rows)
+    outputs = [row for arm in ("e4m3-max", "int8") for length in lengths for row in output_rows(arm, length)]
+    return wanted, summarise(wanted, outputs, rows)
 
 
 def test_the_unquantised_loss_and_what_context_takes_from_it() -> None:
@@ -113,10 +123,36 @@ def test_the_unquantised_loss_and_what_context_takes_from_it() -> None:
     assert metrics.logits == ["target", "draft"]
 
 
+def test_growth_is_against_the_shortest_length_and_paired_on_the_prompt() -> None:
+    """Divergences are a hundredth of the losses: prompts differ by far more than context changes."""
+    wanted, metrics = losing((64, 128, 256))
+    for length, doublings in ((128, 1), (256, 2)):
+        place = ("e4m3-max", length, wanted.scored(length))
+        mean = metrics.get("kl", *place, "draft")
+        assert mean.high - mean.low > 0.005
+        kl = metrics.get("kl_from_shortest", *place, "draft")
+        assert [kl.value, kl.low, kl.high] == pytest.approx([-0.0005 * doublings] * 3)
+        flips = metrics.get("flips_from_shortest", *place, "target")
+        assert [flips.value, flips.clusters] == [0, 8]
+        output = metrics.get("output_accumulated_from_shortest", *place, "7")
+        assert [output.value, output.low, output.high] == pytest.approx([1e-4 * (length - 64)] * 3)
+    assert metrics.get("kl_from_shortest", "e4m3-max", 64, wanted.scored(64), "draft").clusters == 0
+    shown = markdown_table(wanted, metrics)
+    assert "**Growth with context, 256 against the shortest, 64, last 32 tokens of both**" in shown
+    assert "| e4m3-max | -1 [-1, -1] | +0 [+0, +0] | -1 [-1, -1] | +0 [+0, +0] |" in shown
+
+
+def test_one_length_has_no_growth() -> None:
+    wanted, metrics = losing((64,))
+    assert not metrics.has("kl_from_shortest")
+    assert "Growth" not in markdown_table(wanted, metrics)
+
+
 def test_context_is_not_compared_where_it_changes_what_is_asked() -> None:
     """A nonce has 23 characters, so the last 32 of 48 tokens may begin in it."""
     wanted, metrics = losing((48, 64, 128))
     assert metrics.get("loss_from_shorter", UNQUANTISED, 64, wanted.scored(64), "target").clusters == 0
+    assert not metrics.has("kl_from_shortest")  # the shortest is not asked for the same tokens
     assert metrics.get("loss_from_shorter", UNQUANTISED, 128, wanted.scored(128), "target").clusters == 8
 
 
