@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -40,6 +40,11 @@ class Arm(NamedTuple):
     def format_names(self) -> list[str]:
         """Every format that occurs in it."""
         return list(dict.fromkeys([*LayerFormats(self.target_format).names, self.draft_format]))
+
+
+def treated_arms(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms whose formats differ from those of the first, the baseline."""
+    return [arm for arm in arms if arm.formats != arms[0].formats]
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ class AcceptanceConfig:
     @property
     def treated(self) -> list[Arm]:
         """The arms whose formats differ from the baseline's."""
-        return [arm for arm in self.all_arms if arm.formats != self.baseline.formats]
+        return treated_arms(self.all_arms)
 
     def prefixes(self, length: int) -> list[int]:
         """Lengths of the prefixes of a prompt that rounds start from, of a resolved configuration."""
@@ -213,9 +218,21 @@ class AcceptanceConfig:
         return max(1, min(self.num_prompts, affordable))
 
     @property
+    def most_prompts(self) -> int:
+        """Prompts of the shortest length, which no other has more of, of a resolved configuration."""
+        assert self.lengths is not None
+        return self.prompts_at(self.lengths[0])
+
+    @property
+    def fewest_prompts(self) -> int:
+        """Prompts of the longest length, of a resolved configuration."""
+        assert self.lengths is not None
+        return self.prompts_at(self.lengths[-1])
+
+    @property
     def lengths_are_paired(self) -> bool:
         """Whether every length has the same prompts, so that lengths can be compared as well as arms."""
-        return len({self.prompts_at(length) for length in self.lengths or ()}) == 1
+        return self.most_prompts == self.fewest_prompts
 
     @property
     def max_length(self) -> int:

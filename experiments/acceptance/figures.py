@@ -13,6 +13,7 @@ from page4.experiments.plots import (
     plot_by_position,
     plot_difference,
 )
+from page4.experiments.statistics import LEAST_CLUSTERS
 
 
 def figures(config: AcceptanceConfig, metrics: Metrics) -> dict[str, Figure]:
@@ -49,7 +50,8 @@ def _difference(config: AcceptanceConfig, metrics: Metrics) -> Figure:
     if config.controls:
         control = config.controls[0]
         noise = _by_length(config, metrics, "acceptance_difference", control, f"A/A: {control.name}")
-        band = "; band: the same for the A/A control"
+        if config.most_prompts >= LEAST_CLUSTERS:
+            band = "; band: the same for the A/A control"
     title = f"Difference of acceptance to {config.baseline.name} on the same prompts"
     return plot_difference(series, noise, title, f"{_sample(config)}; {_bars(config)}{band}")
 
@@ -77,12 +79,16 @@ def _by_length(
 
 def _sample(config: AcceptanceConfig) -> str:
     lengths = config.lengths or ()
-    sample = f"{config.prompts_at(lengths[0])} prompts x {config.rounds_per_prompt} rounds per length"
+    sample = f"{config.most_prompts} prompts x {config.rounds_per_prompt} rounds per length"
     if config.lengths_are_paired:
         return sample
-    fewest = config.prompts_at(lengths[-1])
-    return f"{sample} (down to {fewest} at {format_tokens(lengths[-1])}: compare arms, not lengths)"
+    fewest = f"down to {config.fewest_prompts} at {format_tokens(lengths[-1])}"
+    return f"{sample} ({fewest}: compare arms, not lengths)"
 
 
 def _bars(config: AcceptanceConfig) -> str:
-    return f"bars: {100 * config.confidence:g} % bootstrap intervals over prompts"
+    """What the bars are, of those lengths that have any."""
+    if config.most_prompts < LEAST_CLUSTERS:
+        return f"fewer than {LEAST_CLUSTERS} prompts: too few for intervals"
+    some = "" if config.fewest_prompts >= LEAST_CLUSTERS else f", where there are at least {LEAST_CLUSTERS}"
+    return f"bars: {100 * config.confidence:g} % bootstrap intervals over prompts{some}"

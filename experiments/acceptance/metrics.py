@@ -36,13 +36,15 @@ class Metric:
 
     Attributes:
         name: The quantity. `<name>_difference` and `<name>_change` compare an arm with the baseline on the
-            same prompts: arm - baseline and arm / baseline - 1.
+            same prompts: arm - baseline and arm / baseline - 1. `<name>_over_texts` has the same value, and
+            an interval over texts.
         arm: The arm.
         length: Context length in tokens, or "all" of them together.
         text: Name of a text, or "all".
         position: Draft position 1..K; None where the quantity is about the whole round.
         unit: "fraction", "points" (percentage points), "percent", "tokens", "tokens/s" or "ms".
-        estimate: Value and interval. Clusters are prompts; for speeds of rounds they are batches of prompts.
+        estimate: Value and interval. Clusters are prompts; for speeds of rounds they are batches of prompts,
+            and for `<name>_over_texts` they are texts.
     """
 
     name: str

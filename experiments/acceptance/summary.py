@@ -13,6 +13,7 @@ from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.acceptance.metrics import ALL_LENGTHS, ALL_TEXTS, Metric, Metrics
 from page4.experiments.samples import Row
 from page4.experiments.statistics import (
+    LEAST_CLUSTERS,
     Estimate,
     Statistic,
     bootstrap,
@@ -42,6 +43,7 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
         metrics += estimator.acceptance(chosen, length, ALL_TEXTS)
         metrics += estimator.by_position(chosen, length)
         metrics += estimator.by_drafts(chosen, length)
+    metrics += estimator.over_texts(rounds, ALL_LENGTHS)
     for text in sorted({row["text"] for row in rounds}):
         metrics += estimator.acceptance([row for row in rounds if row["text"] == text], ALL_LENGTHS, text)
     for length in config.lengths:
@@ -52,7 +54,7 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
 
 @dataclass(frozen=True)
 class _Counts:
-    """Per prompt, in the order of their ids: rounds, accepted tokens, rounds that reached each position."""
+    """Per cluster, in the order of names: rounds, accepted tokens, rounds that reached each position."""
 
     rounds: NDArray[np.int64]  # [N]
     accepted: NDArray[np.int64]  # [N]
@@ -70,8 +72,7 @@ class Estimator:
     def acceptance(self, rows: Sequence[Row], length: int | str, text: str) -> list[Metric]:
         """Acceptance and tokens per step, of every arm and against the baseline."""
         counts = self._counts(rows)
-        drafts = self._config.num_draft_tokens
-        mean = {arm: ratio(c.accepted, c.rounds * drafts) for arm, c in counts.items()}
+        mean = self._shares(counts)
         emitted = {arm: ratio(c.accepted + c.rounds, c.rounds) for arm, c in counts.items()}
         prompts = len(counts[self._base].rounds)
 
@@ -88,6 +89,30 @@ class Estimator:
                 metric("tokens_per_step_change", arm, "percent", relative_difference(*of_emitted)),
             ]
         return metrics
+
+    def over_texts(self, rows: Sequence[Row], length: int | str) -> list[Metric]:
+        """Acceptance of every arm and against the baseline, with intervals over texts.
+
+        Prompts of one text overlap, those that end near each other almost wholly, so they are not quite
+        independent and an interval over prompts may be too narrow. Texts share nothing. There is nothing to
+        say where texts are too few, or have one prompt each.
+        """
+        counts = self._counts(rows, cluster="text")
+        texts = len(counts[self._base].rounds)
+        if texts < LEAST_CLUSTERS or texts == len({row["prompt"] for row in rows}):
+            return []
+        mean = self._shares(counts)
+        statistics = [("acceptance_over_texts", arm, "fraction", mean[arm]) for arm in counts]
+        for arm in self._others:
+            pair = (mean[arm], mean[self._base])
+            statistics += [
+                ("acceptance_difference_over_texts", arm, "points", difference(*pair)),
+                ("acceptance_change_over_texts", arm, "percent", relative_difference(*pair)),
+            ]
+        return [
+            Metric(name, arm.name, length, ALL_TEXTS, None, unit, self._estimate(statistic, texts, unit))
+            for name, arm, unit, statistic in statistics
+        ]
 
     def by_position(self, rows: Sequence[Row], length: int | str) -> list[Metric]:
         """Share of rounds whose first j drafts were accepted, of every arm and against the baseline."""
@@ -202,16 +227,22 @@ class Estimator:
         )
         return estimate.scaled(100) if unit in ("points", "percent") else estimate
 
-    def _counts(self, rows: Sequence[Row]) -> dict[Arm, _Counts]:
+    def _shares(self, counts: Mapping[Arm, _Counts]) -> dict[Arm, Statistic]:
+        """Acceptance of every arm."""
+        drafts = self._config.num_draft_tokens
+        return {arm: ratio(c.accepted, c.rounds * drafts) for arm, c in counts.items()}
+
+    def _counts(self, rows: Sequence[Row], cluster: str = "prompt") -> dict[Arm, _Counts]:
+        """What the rows of every cluster, those with one value of the column, count together."""
         positions = np.arange(1, self._config.num_draft_tokens + 1)
         counts = {}
         for arm in self._config.all_arms:
-            prompts = _grouped(_of(arm, rows), "prompt").values()
-            accepted = [np.array([row["accepted"] for row in prompt]) for prompt in prompts]
+            clusters = _grouped(_of(arm, rows), cluster).values()
+            accepted = [np.array([row["accepted"] for row in own]) for own in clusters]
             counts[arm] = _Counts(
-                rounds=np.array([len(of_prompt) for of_prompt in accepted]),
-                accepted=np.array([of_prompt.sum() for of_prompt in accepted]),
-                reached=np.array([(of_prompt[:, None] >= positions).sum(axis=0) for of_prompt in accepted]),
+                rounds=np.array([len(of_cluster) for of_cluster in accepted]),
+                accepted=np.array([of_cluster.sum() for of_cluster in accepted]),
+                reached=np.array([(of_cluster[:, None] >= positions).sum(axis=0) for of_cluster in accepted]),
             )
         return counts
 

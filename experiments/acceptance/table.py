@@ -10,6 +10,9 @@ from page4.experiments.markdown import percent, signed, table
 from page4.experiments.plots import format_tokens
 from page4.experiments.statistics import LEAST_CLUSTERS
 
+_LEAST_BATCHES = 3
+"""Fewest batches whose median quotient is shown as a change of speed."""
+
 CHANGES = {
     "acceptance_change": "acceptance, relative",
     "tokens_per_step_change": "tokens/step",
@@ -45,6 +48,7 @@ def markdown_table(config: AcceptanceConfig, metrics: Metrics, summary: dict[str
     """
     parts = [_by_length(config, metrics, arm) for arm in config.treated or config.controls]
     parts.append(_notes(config))
+    parts += _over_texts(config, metrics)
     parts.append(_by_drafts(config, metrics))
     parts.append(_by_text(config, metrics))
     parts += [_check_line(name, by_arm) for name, by_arm in summary["checks"].items()]
@@ -72,12 +76,38 @@ def _by_length(config: AcceptanceConfig, metrics: Metrics, arm: Arm) -> str:
             signed(metrics.get("acceptance_difference", arm.name, length)),
             signed(metrics.get("acceptance_change", arm.name, length), " %"),
         ]
-        for name in list(CHANGES)[1:]:
-            cells.append(signed(metrics.get(name, arm.name, length), " %", interval=False))
+        cells.append(signed(metrics.get("tokens_per_step_change", arm.name, length), " %", interval=False))
+        for name in list(CHANGES)[2:]:
+            speed = metrics.get(name, arm.name, length)
+            shown = speed.clusters >= _LEAST_BATCHES
+            cells.append(signed(speed, " %", interval=False) if shown else "-")
         if controls:
             cells.append(signed(metrics.get("acceptance_difference", controls[0].name, length)))
         rows.append(cells)
     return f"**{arm.name} against {base.name}**\n\n" + table(header, rows)
+
+
+def _over_texts(config: AcceptanceConfig, metrics: Metrics) -> list[str]:
+    """The acceptance of all lengths with intervals over texts, where there are enough of them."""
+    base, others = config.baseline, config.all_arms[1:]
+    level = metrics.get("acceptance_over_texts", base.name, ALL_LENGTHS)
+    if not level.clusters:
+        return []
+    rows = [[base.name, percent(level.scaled(100)), "-", "-"]]
+    for arm in others:
+        acceptance, points, relative = (
+            metrics.get(f"{name}_over_texts", arm.name, ALL_LENGTHS)
+            for name in ("acceptance", "acceptance_difference", "acceptance_change")
+        )
+        cells = [arm.name, percent(acceptance.scaled(100)), signed(points), signed(relative, " %")]
+        rows.append(cells)
+    header = ["arm", "acceptance", f"against {base.name}, points", "relative"]
+    return [
+        "**Over texts, all lengths together**",
+        f"Prompts of one text overlap, so intervals over prompts may be too narrow. These are over the "
+        f"{level.clusters} texts:",
+        table(header, rows),
+    ]
 
 
 def _by_drafts(config: AcceptanceConfig, metrics: Metrics) -> str:
@@ -115,15 +145,25 @@ def _by_text(config: AcceptanceConfig, metrics: Metrics) -> str:
 def _notes(config: AcceptanceConfig) -> str:
     return (
         f"{config.rounds_per_prompt} {config.kind_of_rounds}, {config.num_draft_tokens} drafts each, from "
-        f"every prompt, on {config.device}. In brackets: {100 * config.confidence:g} % bootstrap intervals "
-        f"over prompts, if there are at least {LEAST_CLUSTERS}. Differences are paired on the prompt. Speeds "
-        f"are medians of paired quotients of batches of {config.batch_size}, without the first batch of a "
-        f"length where there are others; a step drafts and verifies for the whole batch."
+        f"every prompt, on {config.device}. {_intervals(config)} Differences are paired on the prompt. "
+        f"Speeds are medians of paired quotients of batches of {config.batch_size}, without the first batch "
+        f"of a length where there are others, and are left out of fewer than {_LEAST_BATCHES} batches; a "
+        f"step drafts and verifies for the whole batch. Few batches are no evidence on speed: "
+        f"`page4 throughput` measures it."
         + (
             ""
             if config.lengths_are_paired
             else " Longer contexts have fewer prompts: compare arms, not lengths."
         )
+    )
+
+
+def _intervals(config: AcceptanceConfig) -> str:
+    if config.most_prompts < LEAST_CLUSTERS:
+        return f"Fewer than {LEAST_CLUSTERS} prompts: too few for intervals, and to conclude from."
+    return (
+        f"In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if there are at least "
+        f"{LEAST_CLUSTERS}."
     )
 
 

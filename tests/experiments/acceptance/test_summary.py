@@ -17,6 +17,7 @@ from page4.experiments.acceptance.metrics import ALL_LENGTHS, METRIC_COLUMNS, Me
 from page4.experiments.acceptance.summary import checks_summary, is_degenerate, summarise
 from page4.experiments.acceptance.table import markdown_table, table_rows
 from page4.experiments.samples import Row, to_csv
+from page4.experiments.statistics import bootstrap, difference, ratio
 from tests.experiments.acceptance.tiny_study import tiny_config
 
 ARMS = ("fp16", "e4m3", "fp16_again")
@@ -202,16 +203,108 @@ def test_degenerate_continuations_do_not_enter_the_acceptance(config: Acceptance
 
 
 def test_table_says_what_was_not_measured_with_a_dash(config: AcceptanceConfig) -> None:
-    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    alone = [row | {"batch": PROMPTS.index(row["prompt"])} for row in rounds(_one_less, _equal_seconds)]
+    metrics = summarise(config, alone, [])
     rows = table_rows(config, metrics)
     assert [(row["arm"], row["length"]) for row in rows] == [("e4m3", 48), ("e4m3", 96), ("e4m3", "all")]
     assert rows[2]["decode_rate_change"]["value"] is None
-    text = markdown_table(config, metrics, {"checks": {}, "generation": {"samples": 0}})
-    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-    cells = {name: [cell.strip() for cell in line.strip("|").split("|")] for name, line in lines.items()}
+    cells = _cells(_table(config, metrics))
     assert cells["96"][1:4] == ["6", "50.0 % [50.0, 50.0]", "-8.3 [-8.3, -8.3]"]
     assert cells["96"][6:10] == ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]
     assert cells["all"][6:10] == ["-", "-", "-", "-"]
+
+
+def test_changes_of_speed_need_three_batches(config: AcceptanceConfig) -> None:
+    """Of six prompts, the first is the batch that is left out, the others are two or three batches."""
+    samples = rounds(_one_less, _equal_seconds)
+    for count, shown in ((3, ["+0.0 %", "-10.0 %", "+0.0 %", "+0.0 %"]), (2, ["-"] * 4)):
+        batches = [row | {"batch": min(PROMPTS.index(row["prompt"]), count)} for row in samples]
+        metrics = summarise(config, batches, [])
+        assert metrics.get("step_p50_change", "e4m3", 96).clusters == count
+        text = _table(config, metrics)
+        assert _cells(text)["96"][6:10] == shown
+        assert "left out of fewer than 3 batches" in text
+        assert "Few batches are no evidence on speed: `page4 throughput` measures it." in text
+
+
+def _table(config: AcceptanceConfig, metrics: Metrics) -> str:
+    return markdown_table(config, metrics, {"checks": {}, "generation": {"samples": 0}})
+
+
+def _cells(text: str) -> dict[str, list[str]]:
+    """The cells of every line of a table by the first one."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {cells[0].strip(): [cell.strip() for cell in cells] for cells in lines}
+
+
+def test_fewer_prompts_than_an_interval_needs_are_called_too_few(config: AcceptanceConfig) -> None:
+    few = rounds(_one_less, _equal_seconds)
+    few = [row for row in few if row["prompt"] in PROMPTS[1:]]
+    warning = "Fewer than 6 prompts: too few for intervals, and to conclude from."
+    footers = {}
+    for num_prompts, samples in ((5, few), (6, rounds(_one_less, _equal_seconds))):
+        sized = dataclasses.replace(config, num_prompts=num_prompts)
+        metrics = summarise(sized, samples, [])
+        text = _table(sized, metrics)
+        assert (warning in text) == (num_prompts == 5)
+        assert ("In brackets" in text) == ("[" in text) == (num_prompts == 6)
+        footers[num_prompts] = [figure.get_supxlabel() for figure in figures(sized, metrics).values()]
+    assert len(footers[5]) == 3
+    assert all("fewer than 6 prompts: too few for intervals" in note for note in footers[5])
+    assert not any("bars" in note or "band" in note for note in footers[5])
+    assert all("bars: 95 % bootstrap intervals over prompts" in note for note in footers[6])
+
+
+def test_figures_promise_bars_only_where_there_are_prompts_enough(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    unequal = dataclasses.replace(config, num_prompts=6, prompt_tokens=300)  # three prompts of 96 tokens
+    for figure in figures(unequal, metrics).values():
+        assert "intervals over prompts, where there are at least 6" in figure.get_supxlabel()
+
+
+def test_intervals_over_texts_draw_whole_texts(config: AcceptanceConfig) -> None:
+    """Six texts of three prompts that agree within a text: prompts seem more evidence than they are."""
+
+    def of(arm: str, text: int) -> int:
+        return (3, 3, 2, 2, 1, 3)[text] - (arm == "e4m3" and text in (0, 4))
+
+    samples = [
+        row | {"text": f"t{text}", "prompt": f"t{text}@{i}", "accepted": of(row["arm"], text)}
+        for row in rounds(_one_less, _equal_seconds)
+        if row["prompt"] == "one@1"
+        for text in range(6)
+        for i in range(3)
+    ]
+    metrics = summarise(config, samples, [])
+    drafted = [3 * 4 * 2 * 3] * 6  # 3 drafts, 4 rounds, 2 lengths, 3 prompts
+    accepted = {arm: [4 * 2 * 3 * of(arm, text) for text in range(6)] for arm in ("fp16", "e4m3")}
+    share = {arm: ratio(of_arm, drafted) for arm, of_arm in accepted.items()}
+    options = {"resamples": config.resamples, "confidence": config.confidence, "seed": config.seed}
+    level = metrics.get("acceptance_over_texts", "fp16", ALL_LENGTHS)
+    assert level == bootstrap(share["fp16"], 6, **options)  # type: ignore[arg-type]
+    points = metrics.get("acceptance_difference_over_texts", "e4m3", ALL_LENGTHS)
+    expected = bootstrap(difference(share["e4m3"], share["fp16"]), 6, **options)  # type: ignore[arg-type]
+    assert points == expected.scaled(100)
+    assert metrics.get("acceptance_change_over_texts", "e4m3", ALL_LENGTHS).value == pytest.approx(-100 / 7)
+    over_prompts = metrics.get("acceptance_difference", "e4m3", ALL_LENGTHS)
+    assert over_prompts.value == pytest.approx(points.value) and over_prompts.clusters == 18
+    assert points.high - points.low > 1.3 * (over_prompts.high - over_prompts.low)
+    section = _table(config, metrics).partition("**Over texts, all lengths together**")[2]
+    assert "These are over the 6 texts:" in section
+    assert "| e4m3 | 66.7 % [" in section and "| -11.1 [" in section
+
+
+def test_fewer_texts_than_an_interval_needs_have_no_intervals_over_texts(config: AcceptanceConfig) -> None:
+    metrics = summarise(config, rounds(_one_less, _equal_seconds), [])
+    assert not [metric.name for metric in metrics.all if metric.name.endswith("over_texts")]
+    assert "Over texts" not in _table(config, metrics)
+
+
+def test_texts_of_one_prompt_each_have_the_intervals_over_prompts_alone(config: AcceptanceConfig) -> None:
+    samples = [row | {"text": row["prompt"]} for row in rounds(_one_less, _equal_seconds)]
+    metrics = summarise(config, samples, [])
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS).clusters == len(metrics.texts) == 6
+    assert "Over texts" not in _table(config, metrics)
 
 
 def test_metrics_are_read_back_as_they_were_written(config: AcceptanceConfig, tmp_path: Path) -> None:
