@@ -40,20 +40,20 @@ def _acceptance(config: AcceptanceConfig, metrics: Metrics) -> Figure:
     return plot_acceptance(
         [_by_length(config, metrics, "acceptance", arm) for arm in config.all_arms],
         f"Acceptance of {config.num_draft_tokens} MTP drafts against context length",
-        f"{config.kind_of_rounds.capitalize()} from real text, {_sample(config)}; {_bars(config)}",
+        f"{config.kind_of_rounds.capitalize()} from real text, {_note(config)}",
     )
 
 
 def _difference(config: AcceptanceConfig, metrics: Metrics) -> Figure:
     series = [_by_length(config, metrics, "acceptance_difference", arm) for arm in config.treated]
-    noise, band = None, ""
+    noise, control_note = None, ""
     if config.controls:
         control = config.controls[0]
         noise = _by_length(config, metrics, "acceptance_difference", control, f"A/A: {control.name}")
-        if config.most_prompts >= LEAST_CLUSTERS:
-            band = "; band: the same for the A/A control"
+        mark = "band: the same for" if config.most_prompts >= LEAST_CLUSTERS else "dashed:"
+        control_note = f"; {mark} the A/A control"
     title = f"Difference of acceptance to {config.baseline.name} on the same prompts"
-    return plot_difference(series, noise, title, f"{_sample(config)}; {_bars(config)}{band}")
+    return plot_difference(series, noise, title, _note(config) + control_note)
 
 
 def _by_position(config: AcceptanceConfig, metrics: Metrics) -> Figure:
@@ -67,7 +67,7 @@ def _by_position(config: AcceptanceConfig, metrics: Metrics) -> Figure:
         (f"{format_tokens(length)} tokens", [series(arm, length) for arm in config.all_arms])
         for length in config.lengths or ()
     ]
-    return plot_by_position(panels, "Acceptance by draft position", f"{_sample(config)}; {_bars(config)}")
+    return plot_by_position(panels, "Acceptance by draft position", _note(config))
 
 
 def _by_length(
@@ -77,13 +77,14 @@ def _by_length(
     return Series(label or arm_label(arm), lengths, [metrics.get(name, arm.name, n) for n in lengths])
 
 
-def _sample(config: AcceptanceConfig) -> str:
+def _note(config: AcceptanceConfig) -> str:
+    """What the sample is and what the bars are; a longer one has two lines, as long as a figure is wide."""
     lengths = config.lengths or ()
     sample = f"{config.most_prompts} prompts x {config.rounds_per_prompt} rounds per length"
     if config.lengths_are_paired:
-        return sample
+        return f"{sample}; {_bars(config)}"
     fewest = f"down to {config.fewest_prompts} at {format_tokens(lengths[-1])}"
-    return f"{sample} ({fewest}: compare arms, not lengths)"
+    return f"{sample} ({fewest}: compare arms, not lengths);\n{_bars(config)}"
 
 
 def _bars(config: AcceptanceConfig) -> str:

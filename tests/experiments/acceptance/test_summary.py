@@ -252,6 +252,8 @@ def test_fewer_prompts_than_an_interval_needs_are_called_too_few(config: Accepta
     assert len(footers[5]) == 3
     assert all("fewer than 6 prompts: too few for intervals" in note for note in footers[5])
     assert not any("bars" in note or "band" in note for note in footers[5])
+    assert footers[5][1].endswith("; dashed: the A/A control")
+    assert footers[6][1].endswith("; band: the same for the A/A control")
     assert all("bars: 95 % bootstrap intervals over prompts" in note for note in footers[6])
 
 
