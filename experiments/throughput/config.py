@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from page4.experiments.acceptance.config import Arm
+from page4.experiments.acceptance.config import Arm, treated_arms
 from page4.experiments.config_checks import check_confidence, check_least, check_lengths, choose_by_device
 from page4.experiments.step_timing import most_tokens
 from page4.kernels.errors import InputError
@@ -123,6 +123,17 @@ class ThroughputConfig:
     def all_arms(self) -> tuple[Arm, ...]:
         """The arms by field name, the baseline first."""
         return tuple(Arm(*arm) for arm in self.arms)
+
+    @property
+    def comparisons(self) -> list[tuple[Arm, Arm]]:
+        """Every arm with the baseline, and every further treated arm with the first treated one.
+
+        Treated arms have other formats than the baseline; between them the question is which one to take.
+        """
+        base, *others = self.all_arms
+        pairs = [(arm, base) for arm in others]
+        treated = treated_arms(self.all_arms)
+        return pairs + [(arm, treated[0]) for arm in treated[1:]]
 
     @property
     def emits(self) -> int:

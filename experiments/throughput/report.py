@@ -26,12 +26,13 @@ _TITLES = {
     "step_p90": "step p90",
 }
 _UNITS = {"prefill": "tokens/s", "decode": "tokens/s", "step_p50": "ms", "step_p90": "ms"}
-Found = Mapping[tuple[str, str, int], Figure]
+Found = Mapping[tuple[str, str, str | None, int], Figure]
+"""By quantity, arm, the arm that it is compared with (None: the baseline's own) and length."""
 
 
 def write_report(results: ResultFolder, config: ThroughputConfig, rows: Sequence[Row]) -> dict[str, Any]:
     """Write what is made from the samples, and return what `summary.json` holds."""
-    found = {(f.quantity, f.arm, f.length): f for f in figures(config, rows)}
+    found = {figure.key: figure for figure in figures(config, rows)}
     records = [f.to_row() for f in found.values()]
     summary: dict[str, Any] = {
         "study": "throughput",
@@ -47,15 +48,13 @@ def write_report(results: ResultFolder, config: ThroughputConfig, rows: Sequence
     return summary
 
 
-def read_found(config: ThroughputConfig, file: Path) -> Found:
-    """The estimates that a study of this configuration left in its `summary.csv`.
+def read_found(file: Path) -> Found:
+    """The estimates that a study left in its `summary.csv`.
 
     Raises:
         InputError: Other columns, or a cell that is not of its column's type.
     """
-    baseline = config.all_arms[0].name
-    estimates = [Figure.from_row(row, baseline) for row in read_samples(file, COLUMNS)]
-    return {(f.quantity, f.arm, f.length): f for f in estimates}
+    return {figure.key: figure for figure in map(Figure.from_row, read_samples(file, COLUMNS))}
 
 
 def plot_throughput(config: ThroughputConfig, found: Found) -> figure.Figure:
@@ -69,23 +68,23 @@ def plot_throughput(config: ThroughputConfig, found: Found) -> figure.Figure:
 
 
 def table(config: ThroughputConfig, found: Found, rows: Sequence[Row]) -> str:
-    """The baseline's rates, then every other arm's changes."""
-    base, *others = config.all_arms
+    """The baseline's rates, then the changes of every comparison."""
+    base = config.all_arms[0]
     quantities = _quantities(found)
     header = ["prompt", *(f"{_TITLES[q]}, {_UNITS[q]}" if q in _UNITS else _TITLES[q] for q in quantities)]
     parts = [
         f"**{base.name}**",
         markdown.table(header, [_absolute(found, base.name, n) for n in config.lengths or ()]),
     ]
-    for arm in others:
+    for arm, other in config.comparisons:
         changes = [
             [
                 format_tokens(length),
-                *(_change(found[quantity, arm.name, length]) for quantity in quantities),
+                *(_change(found[quantity, arm.name, other.name, length]) for quantity in quantities),
             ]
             for length in config.lengths or ()
         ]
-        parts.append(f"**{arm.name} against {base.name}**")
+        parts.append(f"**{arm.name} against {other.name}**")
         parts.append(markdown.table(["prompt", *(_TITLES[q] for q in quantities)], changes))
     parts.append(_sample(config))
     loops = sum(row["repeated_4grams"] > 0.2 for row in rows)
@@ -103,13 +102,13 @@ def table(config: ThroughputConfig, found: Found, rows: Sequence[Row]) -> str:
 
 
 def _quantities(found: Found) -> list[str]:
-    return [name for name in _TITLES if any(quantity == name for quantity, _, _ in found)]
+    return [name for name in _TITLES if any(quantity == name for quantity, *_ in found)]
 
 
-def _absolute(found: Found, arm: str, length: int) -> list[str]:
+def _absolute(found: Found, base: str, length: int) -> list[str]:
     cells = [format_tokens(length)]
     for quantity in _quantities(found):
-        value = found[quantity, arm, length].value.value
+        value = found[quantity, base, None, length].value.value
         digits = {"prefill": 0, "decode": 0, "acceptance": 3}.get(quantity, 2)
         cells.append("-" if math.isnan(value) else f"{value:,.{digits}f}")
     return cells
@@ -121,8 +120,8 @@ def _change(figure: Figure) -> str:
 
 
 def _series(config: ThroughputConfig, found: Found, quantity: str, arm: str) -> Series:
-    lengths = config.lengths or ()
-    changes = [found[quantity, arm, length].change for length in lengths]
+    base, lengths = config.all_arms[0].name, config.lengths or ()
+    changes = [found[quantity, arm, base, length].change for length in lengths]
     return Series(arm, lengths, [change for change in changes if change is not None])
 
 
@@ -130,6 +129,6 @@ def _sample(config: ThroughputConfig) -> str:
     return (
         f"{config.num_prompts} prompts of every length, one at a time, {config.steps} timed steps of "
         f"{config.num_draft_tokens} drafts, temperature {config.temperature:g}, on {config.device}, "
-        f"{config.builds} decoders an arm; "
+        f"{config.builds} decoder{'' if config.builds == 1 else 's'} an arm; "
         f"{100 * config.confidence:g} % bootstrap intervals over prompts, from {LEAST_CLUSTERS} prompts on"
     )

@@ -37,6 +37,7 @@ OF_TEXT = ("decode", *COUNTS)
 COLUMNS: dict[str, type] = {
     "quantity": str,
     "arm": str,
+    "against": str,
     "length": int,
     "value": float,
     "low": float,
@@ -46,39 +47,49 @@ COLUMNS: dict[str, type] = {
     "change_low": float,
     "change_high": float,
 }
-"""Of `summary.csv`; a baseline's row has no change."""
+"""Of `summary.csv`; a baseline's row has no change, an arm has a row for every arm that it is against."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """An estimate and what it is of; `change` is relative to the baseline on the same prompts, in percent."""
+    """An estimate and what it is of; `change` is relative to `against` on the same prompts, in percent.
+
+    `against` names another arm; of the baseline it and `change` are None.
+    """
 
     quantity: str
     arm: str
+    against: str | None
     length: int
     value: Estimate
     change: Estimate | None
 
+    @property
+    def key(self) -> tuple[str, str, str | None, int]:
+        """What it is of: quantity, arm, against and length."""
+        return self.quantity, self.arm, self.against, self.length
+
     def to_row(self) -> Row:
         """A row of `summary.csv`."""
-        row: Row = {"quantity": self.quantity, "arm": self.arm, "length": self.length}
+        row: Row = dict(zip(("quantity", "arm", "against", "length"), self.key, strict=True))
         row |= {name: self.value.to_json()[name] for name in ("value", "low", "high", "clusters")}
         change = self.change.to_json() if self.change is not None else {}
         return row | {f"change_{name}": change.get(name) for name in ("value", "low", "high")}
 
     @classmethod
-    def from_row(cls, row: Row, baseline: str) -> Figure:
-        """The estimate of a row of `summary.csv`; `baseline` names the arm without changes."""
+    def from_row(cls, row: Row) -> Figure:
+        """The estimate of a row of `summary.csv`."""
         change = None
-        if row["arm"] != baseline:
+        if row["against"]:
             fields = {name: row[f"change_{name}"] for name in ("value", "low", "high")}
             change = Estimate.from_json(fields | {"clusters": row["clusters"]})
-        return cls(row["quantity"], row["arm"], row["length"], Estimate.from_json(row), change)
+        about = (row["quantity"], row["arm"], row["against"] or None, row["length"])
+        return cls(*about, Estimate.from_json(row), change)
 
 
 def figures(config: ThroughputConfig, rows: Sequence[Row]) -> Iterator[Figure]:
-    """Every quantity of every arm and length."""
-    base = config.all_arms[0].name
+    """Every quantity of the baseline, and of every comparison, at every length."""
+    pairs = [(config.all_arms[0].name, None), *((arm.name, other.name) for arm, other in config.comparisons)]
     quantities = [name for name in (*TIMES, *COUNTS) if not config.public_layers or name not in OF_TEXT]
     for length in config.lengths or ():
         by_arm = {
@@ -86,12 +97,13 @@ def figures(config: ThroughputConfig, rows: Sequence[Row]) -> Iterator[Figure]:
             for arm in config.all_arms
         }
         for quantity in quantities:
-            for arm, own in by_arm.items():
+            for arm, against in pairs:
+                own = by_arm[arm]
                 value = _estimate(config, _statistic(quantity, own), len(own))
                 change = None
-                if arm != base:
-                    change = _estimate(config, _change(quantity, own, by_arm[base]), len(own)).scaled(100)
-                yield Figure(quantity, arm, length, value, change)
+                if against is not None:
+                    change = _estimate(config, _change(quantity, own, by_arm[against]), len(own)).scaled(100)
+                yield Figure(quantity, arm, against, length, value, change)
 
 
 def _statistic(quantity: str, rows: Sequence[Row]) -> Statistic:
@@ -103,11 +115,11 @@ def _statistic(quantity: str, rows: Sequence[Row]) -> Statistic:
     return ratio([row["decode_tokens"] for row in rows], [row["steps"] for row in rows])
 
 
-def _change(quantity: str, rows: Sequence[Row], base: Sequence[Row]) -> Statistic:
+def _change(quantity: str, rows: Sequence[Row], others: Sequence[Row]) -> Statistic:
     """The median of the prompts' own changes, or the change of the sums; the arms' rows share their order."""
     if quantity in TIMES:
-        return weighted_median(_values(quantity, rows) / _values(quantity, base) - 1)
-    return relative_difference(_statistic(quantity, rows), _statistic(quantity, base))
+        return weighted_median(_values(quantity, rows) / _values(quantity, others) - 1)
+    return relative_difference(_statistic(quantity, rows), _statistic(quantity, others))
 
 
 def _values(quantity: str, rows: Sequence[Row]) -> Array:

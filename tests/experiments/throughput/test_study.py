@@ -16,7 +16,7 @@ from page4.experiments.samples import Row
 from page4.experiments.throughput import ThroughputConfig, run, study
 from page4.experiments.throughput.measure import COLUMNS
 from page4.experiments.throughput.public_layers import public_config, random_model
-from page4.experiments.throughput.report import plot_throughput, read_found
+from page4.experiments.throughput.report import plot_throughput, read_found, table
 from page4.experiments.throughput.summary import figures
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig
@@ -77,9 +77,12 @@ def test_the_figure_can_be_drawn_again_from_the_summary(
     small: ThroughputConfig, finished: tuple[Path, dict[str, Any]]
 ) -> None:
     config = small.resolve()
-    found = read_found(config, finished[0] / "summary.csv")
+    found = read_found(finished[0] / "summary.csv")
     assert [figure.to_row() for figure in found.values()] == finished[1]["figures"]
-    assert all((figure.change is None) == (figure.arm == "fp16") for figure in found.values())
+    assert {(figure.arm, figure.against) for figure in found.values()} == {
+        ("fp16", None), ("e4m3", "fp16"), ("fp16_again", "fp16"),
+    }  # fmt: skip
+    assert all((figure.change is None) == (figure.against is None) for figure in found.values())
     figure = plot_throughput(config, found)
     assert [axes.get_title() for axes in figure.axes] == [
         "prefill", "decode", "tokens/step", "MTP acceptance", "step p50", "step p90",
@@ -199,6 +202,38 @@ def test_changes_are_medians_of_each_prompts_own_or_of_sums() -> None:
     assert change is not None and change.value == pytest.approx(400), "15 of 30 against 3 of 30"
     assert found["decode", "e4m3"].value.value == 4
     assert found["tokens_per_step", "e4m3"].value.value == 2
+
+
+def test_treated_arms_are_compared_with_the_first_of_them_on_the_same_prompts() -> None:
+    """Medians of each prompt's own quotient: not the quotient of the changes against the baseline."""
+    config, rows = synthetic()
+    arms = (*config.arms, ("e2m5", "e2m5", "e2m5", 0), ("fp16_again", "fp16", "fp16", 1))
+    config = dataclasses.replace(config, arms=arms, builds=1)
+    steps = {"fp16": (5, 5, 5), "e4m3": (4, 8, 10), "e2m5": (8, 6, 11), "fp16_again": (5, 5, 5)}
+    samples = [
+        next(row for row in rows if row["prompt"] == f"p{prompt}") | {"arm": arm, "step_p50_ms": step}
+        for arm, of_arm in steps.items()
+        for prompt, step in enumerate(of_arm)
+    ]
+    found = {figure.key: figure for figure in figures(config, samples)}
+    assert {key[1:3] for key in found} == {
+        ("fp16", None), ("e4m3", "fp16"), ("e2m5", "fp16"), ("fp16_again", "fp16"), ("e2m5", "e4m3"),
+    }  # fmt: skip
+    for arm, against, expected in (("e4m3", "fp16", 60), ("e2m5", "fp16", 60), ("e2m5", "e4m3", 10)):
+        change = found["step_p50", arm, against, 48].change
+        assert change is not None and change.value == pytest.approx(expected)
+    text = table(config, found, samples)
+    section = text.partition("**e2m5 against e4m3**")[2].partition("\n\n1")[0]
+    assert "| 48 | " in section and "| +10.0 % |" in section
+    drawn = plot_throughput(config, found).axes[0].get_legend_handles_labels()[1]
+    assert drawn == ["e4m3", "e2m5", "fp16_again"], "the figure stays against the baseline"
+
+
+@pytest.mark.parametrize(("builds", "words"), [(1, "1 decoder an arm"), (2, "2 decoders an arm")])
+def test_the_table_says_how_many_decoders_an_arm_has(builds: int, words: str) -> None:
+    config, rows = synthetic()
+    config = dataclasses.replace(config, builds=builds)
+    assert words in table(config, {figure.key: figure for figure in figures(config, rows)}, rows)
 
 
 def test_random_weights_report_times_alone() -> None:
