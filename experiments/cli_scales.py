@@ -19,7 +19,7 @@ app = typer.Typer(
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The overlay.")]
 Existing = Annotated[
-    Path,
+    str,  # a path would not tell the word "shipped" from ./shipped
     typer.Argument(
         metavar="shipped|FOLDER", help="An overlay, or a folder with several, each under its format's name."
     ),

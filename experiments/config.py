@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import yaml
 
-from page4.experiments.config_types import convert_text, convert_value, describe_value, type_options
+from page4.experiments.config_types import convert_text, convert_value, describe_value, keywords, type_options
 from page4.experiments.strict_yaml import parse_yaml
 from page4.kernels.errors import InputError
 
@@ -66,8 +66,16 @@ def load_config(
 
 
 def config_to_dict(config: DataclassInstance) -> dict[str, Any]:
-    """The fields of a configuration as plain YAML and JSON types (tuples become lists, paths text)."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    """The fields of a configuration as plain YAML and JSON types (tuples become lists, paths text).
+
+    `load_config` reads the same configuration from them: a path that is named as a keyword of its field, as
+    a folder "shipped" where the word "shipped" is allowed too, is written with "./" before it.
+    """
+    hints = typing.get_type_hints(type(config))
+    return {
+        field.name: _plain(getattr(config, field.name), hints[field.name])
+        for field in dataclasses.fields(config)
+    }
 
 
 def config_hash(config: DataclassInstance) -> str:
@@ -76,14 +84,17 @@ def config_hash(config: DataclassInstance) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, hint: Any = None) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return config_to_dict(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value.as_posix() if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        text = value.as_posix()
+        return f"./{text}" if text in keywords(hint) else text
+    return value
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

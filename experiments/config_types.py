@@ -21,6 +21,12 @@ def type_options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+def keywords(hint: Any) -> set[Any]:
+    """The values of the `Literal` members of a type. Only these very words are meant: "./word" is a path."""
+    literals = (option for option in type_options(hint) if typing.get_origin(option) is Literal)
+    return {word for literal in literals for word in typing.get_args(literal)}
+
+
 def convert_text(text: Any, hint: Any, where: str) -> Any:
     """The text of a `--set` override as the type `hint`: YAML, a bare list, or the text itself for str."""
     if not isinstance(text, str):

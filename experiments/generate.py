@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from page4.experiments.checkpoint_digest import checkpoint_digest
+from page4.experiments.config import config_to_dict
 from page4.experiments.device import resolve_device
 from page4.experiments.generate_config import GenerateConfig
 from page4.experiments.info import CHECKPOINT, overlay_folder
@@ -137,7 +138,7 @@ def _report(
         "new_tokens": len(request.tokens),
         "kv_format": config.kv_format,
         "draft_kv_format": config.draft.name,
-        "scales": str(config.scales) if config.static_formats else None,
+        "scales": config_to_dict(config)["scales"] if config.static_formats else None,
         "backend": model.backend,
         "device": str(model.device),
         "accepted": request.accepted,

@@ -23,8 +23,11 @@ OVERLAYS = CHECKPOINT.with_name("checkpoint-kvscales")
 
 
 def overlay_folder(scales: str | Path) -> Path:
-    """The folder that `--scales` names: one that the user gave, or the shipped overlays for "shipped"."""
-    return OVERLAYS if str(scales) == "shipped" else Path(scales)
+    """The folder that `--scales` names: the shipped overlays for the word "shipped", else the user's own.
+
+    A `Path` is always a folder, also one that is called "shipped"; in text that is "./shipped".
+    """
+    return OVERLAYS if scales == "shipped" else Path(scales)
 
 
 # torch and triton releases that were tested together, by the name of their constraints file.

@@ -29,6 +29,7 @@ ResultT = TypeVar("ResultT")
 _MOST_MEMOS = 4096  # a result for every shape that a long run meets, in some MB
 
 SHIPPED_FOLDER = Path(__file__).parent / "configs"
+_KEYWORDS: dict[object, Path | None] = {"shipped": SHIPPED_FOLDER, "defaults": None}
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,10 @@ class Configurations:
     """
 
     def __init__(self, source: Path | str = "shipped") -> None:
-        named = {"shipped": SHIPPED_FOLDER, "defaults": None}
         self.source = source
-        self.folder = named[source] if isinstance(source, str) and source in named else Path(source)
+        self.folder = _KEYWORDS[source] if isinstance(source, str) and source in _KEYWORDS else Path(source)
         self._memo: dict[Hashable, Any] = {}
-        if source not in named and self.folder is not None and not self.folder.is_dir():
+        if source not in _KEYWORDS and self.folder is not None and not self.folder.is_dir():
             raise InputError(f"the folder of kernel configurations {self.folder} does not exist")
         self._files: dict[Path, TuningFile | None] = {}
         self._used: dict[tuple[str, Any, Any], Origin] = {}
@@ -121,8 +121,11 @@ class Configurations:
             }
             for (kernel, key, config), origin in self._used.items()
         ]
-        # A folder is known by its files; its path means nothing on another machine.
-        source = self.source if self.source in ("shipped", "defaults") else Path(self.source).name
+        source = self.source
+        if source not in _KEYWORDS:
+            # A folder is known by its files; its path means nothing on another machine.
+            name = Path(source).name
+            source = f"./{name}" if name in _KEYWORDS else name
         return {"source": source, "files": files, "used": used}
 
     def _read(self, kernel: str, device: torch.device) -> TuningFile | None:

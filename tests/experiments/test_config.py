@@ -30,6 +30,7 @@ class Study:
     scale: float | None = None
     note: str | None = None
     model: Path | None = None
+    scales: Literal["shipped"] | Path | None = None
     weights: dict[str, float] = field(default_factory=dict)
     pair: tuple[str, int] = ("a", 1)
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(rate=0.5))
@@ -168,6 +169,18 @@ def test_a_flag_of_the_wrong_type_is_named_as_the_user_wrote_it() -> None:
 def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
     study = Study(lengths=(3,), model=Path("m"), weights={"a": 0.5}, optimiser=Optimiser(steps=9))
     assert load_config(Study, write(tmp_path, yaml.safe_dump(config_to_dict(study)))) == study
+
+
+def test_a_keyword_is_the_bare_word_and_a_folder_of_that_name_has_a_dot_before_it(tmp_path: Path) -> None:
+    """Both as it is given, and as `config.yaml` stores it."""
+    for text, value in (("shipped", "shipped"), ("./shipped", Path("shipped")), ("mine", Path("mine"))):
+        study = load_config(Study, None, [f"scales={text}"])
+        assert (study.scales, type(study.scales)) == (value, type(value))
+        assert config_to_dict(study)["scales"] == text
+        assert load_config(Study, write(tmp_path, yaml.safe_dump(config_to_dict(study)))) == study
+    word, folder = (load_config(Study, scales=scales) for scales in ("shipped", "./shipped"))
+    assert config_hash(word) != config_hash(folder)
+    assert config_to_dict(Study(model=Path("shipped")))["model"] == "shipped", "no keyword of this field"
 
 
 def test_the_hash_depends_on_every_value_and_on_nothing_else() -> None:

@@ -362,6 +362,15 @@ def test_the_record_names_files_by_digest_and_no_path_of_the_machine(tmp_path: P
     assert str(tmp_path) not in json.dumps(record)
 
 
+def test_the_record_tells_a_folder_from_the_keyword_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shipped").mkdir()
+    assert Configurations(Path("shipped")).record()["source"] == "./shipped"
+    assert Configurations("shipped").record()["source"] == "shipped"
+
+
 def test_digests_change_with_the_files(tmp_path: Path) -> None:
     assert configuration_digests("defaults", HERE) == {}
     folder_for_this_machine(tmp_path, entry(splits=4))

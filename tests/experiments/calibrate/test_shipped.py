@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +73,31 @@ def test_the_shipped_overlays_are_those_of_the_published_calibration(
     for name in FORMATS:
         provenance = json.loads((OVERLAYS / name / "provenance.json").read_text(encoding="utf-8"))
         assert provenance["calibration"]["sha256"] == digest and provenance["calibration"]["rule"] == "max"
+
+
+def test_a_folder_of_the_users_that_is_named_shipped_is_read_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where there is none, the shipped scales do not stand in for it."""
+    monkeypatch.chdir(tmp_path)
+    text = ["generate", str(CHECKPOINT / "README.md"), "--device", "cpu", "--scales", "./shipped"]
+    commands = (
+        ["scales", "verify", "./shipped"],
+        ["scales", "inspect", "./shipped"],
+        text,
+        ["acceptance", "--quick", "--device", "cpu", "--set", "scales=./shipped"],
+    )
+    for arguments in commands:
+        assert command(arguments) == 2
+        assert "shipped does not exist" in capsys.readouterr().err
+    shutil.copytree(OVERLAYS / "e4m3", "shipped")
+    assert command(["scales", "verify", "./shipped"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "./shipped in e4m3: 6 scales, 2 of 2 target layers, would load"
+    ]
+    assert command([*text, "-n", "2", "--set", "prefill_chunk=512", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (record["kv_format"], record["scales"]) == ("e4m3", "./shipped")
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
