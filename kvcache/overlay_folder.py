@@ -22,9 +22,20 @@ def overlay_format(folder: Path) -> str:
     """The format that a folder's scales are meant for: an overlay's own, of several the recommended one.
 
     Raises:
-        InputError: the folder holds no overlay, or a damaged manifest.
+        InputError: the folder holds no overlay, or a damaged manifest, or several overlays of which none is
+            for the recommended format.
     """
-    return RECOMMENDED if formats_in(folder) else read_manifest(folder).kv_format
+    names = formats_in(folder)
+    if not names:
+        return read_manifest(folder).kv_format
+    if RECOMMENDED in names:
+        return RECOMMENDED
+    if len(names) > 1:
+        raise InputError(
+            f"{folder} holds overlays for {' and '.join(names)}, none for the recommended {RECOMMENDED}: "
+            "name the KV format"
+        )
+    return names[0]
 
 
 def read_overlays(folder: Path, base: OverlayBase) -> dict[str, Overlay]:

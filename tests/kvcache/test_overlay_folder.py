@@ -35,6 +35,18 @@ def test_several_are_read_by_format_and_the_recommended_one_is_meant(several: Pa
     assert set(formats_in(several)) == set(overlays) and overlay_format(several) == RECOMMENDED
 
 
+def test_one_in_a_folder_of_its_format_is_meant_whichever_it_is(tmp_path: Path) -> None:
+    whole(tmp_path / "e4m3", kv_format="e4m3")
+    assert set(read_overlays(tmp_path, BASE)) == {"e4m3"} and overlay_format(tmp_path) == "e4m3"
+
+
+def test_of_several_without_the_recommended_one_none_is_meant(tmp_path: Path) -> None:
+    for name in ("e4m3", "e3m4"):
+        whole(tmp_path / name, kv_format=name)
+    with pytest.raises(InputError, match=f"none for the recommended {RECOMMENDED}: name the KV format"):
+        overlay_format(tmp_path)
+
+
 def test_an_overlay_with_a_folder_in_it_is_still_one(tmp_path: Path) -> None:
     folder = whole(tmp_path, kv_format="e3m4")
     whole(folder / "e4m3")
