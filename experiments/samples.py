@@ -91,17 +91,30 @@ def read_samples(path: Path, columns: Mapping[str, type]) -> list[Row]:
     Where there is no such file, but one with `.xz` after its name, that is read.
 
     Raises:
-        InputError: Other columns, a cell that is not of its column's type, or a damaged compressed file.
+        InputError: Other columns, a cell that is not of its column's type, or a file that is no CSV in UTF-8
+            or damaged in its compression.
     """
     packed = compressed(path)
-    if path.exists() or not packed.exists():
-        content = path.read_bytes()
-    else:
-        try:
-            content = lzma.decompress(packed.read_bytes())
-        except lzma.LZMAError as error:
-            raise InputError(f"{packed} is damaged: {error}") from error
-    with io.StringIO(content.decode("utf-8"), newline="") as file:
+    if not path.exists() and packed.exists():
+        path = packed
+    try:
+        return _parse(path, _read_text(path), columns)
+    except csv.Error as error:  # a stray quotation mark, for example, makes one endless cell
+        raise InputError(f"{path} is no readable CSV file: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return (lzma.decompress(content) if path.suffix == ".xz" else content).decode("utf-8")
+    except lzma.LZMAError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: {error}") from error
+
+
+def _parse(path: Path, text: str, columns: Mapping[str, type]) -> list[Row]:
+    with io.StringIO(text, newline="") as file:
         reader = csv.reader(file)
         header = next(reader, [])
         if header != list(columns):

@@ -47,6 +47,20 @@ def test_a_compressed_file_is_gone_on_with_and_replaced(tmp_path: Path) -> None:
     assert read_samples(plain, COLUMNS) == [row(length=1), row(length=2)]
 
 
+@pytest.mark.parametrize("name", ["samples.csv", "samples.csv.xz"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"caf\xe9", "is not UTF-8"), (b'prompt\n"' + 200_000 * b"x", "is no readable CSV file")],
+    ids=["Latin-1", "a quotation mark that nothing closes"],
+)
+def test_bytes_that_are_no_table_are_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
+    with pytest.raises(InputError, match=f"{name} {message}"):
+        SampleStore(tmp_path / "samples.csv", {"prompt": str}, ("prompt",))
+
+
 def test_a_damaged_compressed_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "samples.csv.xz").write_bytes(b"no archive")
     with pytest.raises(InputError, match=r"samples\.csv\.xz is damaged"):
