@@ -110,7 +110,7 @@ class GenerateConfig:
         if chosen.prefix_cache is not None and chosen.scales == "prompt" and chosen.static_formats:
             raise InputError(
                 f"a prefix cache in {chosen.static_formats[0]} needs scales that are the same for all "
-                "prompts: use --scales shipped or those of another overlay"
+                f"prompts: {chosen._same_scales(shipped)}"
             )
         return chosen
 
@@ -119,11 +119,27 @@ class GenerateConfig:
             return RECOMMENDED if shipped else "fp16"
         return RECOMMENDED if self.scales == "prompt" else overlay_format(overlay_folder(self.scales))
 
+    @property
+    def _computed_formats(self) -> list[str]:
+        """The names of the formats that compute scales as they write, which excludes overlays."""
+        return [used.name for used in (*self.target.distinct, self.draft) if used.has_token_scales]
+
     def _ships(self) -> bool:
         """Whether scales are needed, the shipped overlays have them all, and no int8 refuses them."""
-        computed = any(used.has_token_scales for used in (*self.target.distinct, self.draft))
         needed = set(self.static_formats)
-        return bool(needed) and not computed and needed <= set(formats_in(OVERLAYS))
+        return bool(needed) and not self._computed_formats and needed <= set(formats_in(OVERLAYS))
+
+    def _same_scales(self, shipped: bool) -> str:
+        """What to change in order to get scales that do not depend on the prompt."""
+        static = " and ".join(self.static_formats)
+        if self._computed_formats:
+            computed = self._computed_formats[0]
+            return (
+                f"no overlay can be used beside {computed}, so take {computed} or fp16 in place of {static}"
+            )
+        if shipped and self._ships():
+            return "use --scales shipped or those of another overlay"
+        return f"use --scales DIR, an overlay that `page4 scales materialise` made for {static}"
 
     def sampling(self) -> SamplingOptions:
         """The options of the request."""

@@ -85,6 +85,29 @@ def test_prefixes_are_not_kept_with_scales_of_the_prompt(
         chosen(prefix_cache=tmp_path, **options)
 
 
+INT8 = {"kv_format": "int8", "draft_kv_format": RECOMMENDED}
+
+
+@pytest.mark.parametrize(
+    ("options", "advice", "followed"),
+    [
+        ({"scales": "prompt"}, "use --scales shipped", {"scales": "shipped"}),
+        ({"kv_format": "e3m4"}, "use --scales DIR, .* made for e3m4", {"scales": Path("overlay")}),
+        ({"model": OTHER, "kv_format": RECOMMENDED}, "use --scales DIR", {"scales": Path("overlay")}),
+        (INT8, f"take int8 or fp16 in place of {RECOMMENDED}", {"draft_kv_format": "fp16"}),
+        (INT8, f"take int8 or fp16 in place of {RECOMMENDED}", {"draft_kv_format": "int8"}),
+    ],
+    ids=str,
+)
+def test_who_keeps_prefixes_is_advised_what_works(
+    options: dict[str, Any], advice: str, followed: dict[str, Any], tmp_path: Path
+) -> None:
+    """`--scales shipped` only where they have all formats: beside int8 no overlay is accepted."""
+    with pytest.raises(InputError, match=advice):
+        chosen(prefix_cache=tmp_path, **options)
+    chosen(prefix_cache=tmp_path, **options | followed)
+
+
 def test_a_folder_without_overlays_names_no_format(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"manifest\.json is missing"):
         chosen(scales=tmp_path)
