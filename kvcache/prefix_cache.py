@@ -19,6 +19,8 @@ from .prefix_index import PrefixIndex
 from .snapshots import SnapshotPool
 
 GIB = 2**30
+MOST_GIB = 2**33 - 1
+"""So many GiB are a signed 64-bit number of bytes, which is what files and memory have at most."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,12 @@ class PrefixConfig:
             raise InputError(f"the snapshot interval is {self.interval}, expected at least 1 token")
         if self.snapshots < 0:
             raise InputError(f"snapshots is {self.snapshots}, expected at least 0")
-        if not 0 <= self.host_gib * GIB < float("inf"):
-            raise InputError(f"host_gib is {self.host_gib}, expected 0 or more GiB")
-        if not 0 < self.folder_gib * GIB < float("inf"):
-            raise InputError(f"folder_gib is {self.folder_gib}, expected more than 0 GiB")
+        if not 0 <= self.host_gib <= MOST_GIB:
+            raise InputError(f"host_gib is {self.host_gib}, expected 0 to {MOST_GIB} GiB")
+        if not 0 < self.folder_gib <= MOST_GIB:
+            raise InputError(
+                f"folder_gib is {self.folder_gib}, expected more than 0 and at most {MOST_GIB} GiB"
+            )
         if self.folder is not None and not (self.host_gib and self.model):
             raise InputError("a file tier needs a host tier (host_gib above 0) and the name of its model")
 
