@@ -51,6 +51,9 @@ app.command("info")(info)
 app.add_typer(scales, name="scales")
 app.add_typer(sm70, name="sm70")
 
+_FROM_THE_START = frozenset({"generate", "info", "scales", "capacity"})
+"""Commands that keep nothing when they are interrupted; all others go on where they were."""
+
 
 @app.callback()
 def page4() -> None:
@@ -83,7 +86,8 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     if status == 130:  # Typer turns an interrupt into this status
-        print("page4: interrupted, run the same command to resume", file=sys.stderr)
+        resumes = not _FROM_THE_START.intersection(arguments[:1])
+        print(f"page4: interrupted{', run the same command to resume' if resumes else ''}", file=sys.stderr)
     return status if isinstance(status, int) else 0
 
 

@@ -131,6 +131,26 @@ def test_an_interrupt_says_how_to_go_on(
     assert capsys.readouterr().err == "page4: interrupted, run the same command to resume\n"
 
 
+@pytest.mark.parametrize(
+    "command", [["generate", "README.md"], ["info"], ["capacity"], ["scales", "verify", "x"]]
+)
+def test_an_interrupt_promises_nothing_where_nothing_is_kept(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The interrupt comes as the command takes up its work, in a module that each of them calls."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("A text.", encoding="utf-8")
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("generate.continue_text", "info.collect_info", "capacity.run"):
+        monkeypatch.setattr(f"page4.experiments.{name}", interrupt)
+    monkeypatch.setattr("page4.model.kv_scales.describe_base", interrupt)
+    assert run(command) == 130
+    assert capsys.readouterr().err == "page4: interrupted\n"
+
+
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(ZeroDivisionError("a defect"), monkeypatch)
     with pytest.raises(ZeroDivisionError):
