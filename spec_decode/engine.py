@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -309,10 +309,26 @@ class SpeculativeDecoder:
         )
 
     def prepare(
-        self, requests: Sequence[Request], rows: int | None = None, drafts: int | None = None
+        self,
+        requests: Sequence[Request],
+        rows: int | None = None,
+        drafts: int | None = None,
+        growth: int = 0,
     ) -> None:
-        """Captures what :meth:`launch` would run unless that is done; a step takes no longer for it then."""
-        self.runner.prepare(self.shape(requests, rows, drafts))
+        """Captures what :meth:`launch` would run unless that is done; a step takes no longer for it then.
+
+        Args:
+            rows, drafts: of :meth:`launch`.
+            growth: tokens by which the longest request may grow in the steps to come, whose shapes are
+                captured as well.
+        """
+        shape = self.shape(requests, rows, drafts)
+        last = self.runner.bucket(len(requests), max(map(self._bound, requests)) + growth)[1]
+        self.runner.prepare(shape)
+        while shape.longest < last:
+            longest = self.runner.bucket(len(requests), shape.longest + 1)[1]
+            shape = replace(shape, longest=longest)
+            self.runner.prepare(shape)
 
     def reserve(self, request: Request) -> None:
         """Makes room for whatever the next step of a request may write."""
