@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -39,7 +39,7 @@ class ThroughputConfig:
         steps: Timed decode steps of each prompt.
         builds: Decoders of every arm, which prompts take in turn. They have buffers of their own: where those
             lie changes a step's time by a few percent, more than formats do, and with one decoder an arm
-            that would pass for the arm's effect, in a narrow interval.
+            that would pass for the arm's effect, in a narrow interval. Not more than prompts.
         temperature: Of tokens and drafts; text that is sampled at 1 does not loop, greedy text does.
         num_draft_tokens: K, drafts per step.
         prefill_chunk: Prompt tokens per prefill step.
@@ -77,7 +77,7 @@ class ThroughputConfig:
     resamples: int = 10_000
     confidence: float = 0.95
 
-    QUICK: ClassVar[dict[str, Any]] = {"lengths": (256, 512), "num_prompts": 2, "steps": 8}
+    QUICK: ClassVar[dict[str, Any]] = {"lengths": (256, 512), "num_prompts": 2, "steps": 8, "builds": 2}
     BY_DEVICE: ClassVar[Mapping[str, dict[str, Any]]] = {
         "cpu": {"backend": "reference", "lengths": (1024, 4096), "num_prompts": 6, "steps": 24, "builds": 1},
         "cuda": {
@@ -153,7 +153,9 @@ class ThroughputConfig:
         Raises:
             InputError: CUDA was asked for and there is none.
         """
-        return choose_by_device(self, self.BY_DEVICE)
+        chosen = choose_by_device(self, self.BY_DEVICE)
+        assert chosen.builds is not None and chosen.num_prompts is not None
+        return replace(chosen, builds=min(chosen.builds, chosen.num_prompts))
 
 
 _LEAST = {

@@ -126,9 +126,10 @@ def _series(config: ThroughputConfig, found: Found, quantity: str, arm: str) -> 
 
 
 def _sample(config: ThroughputConfig) -> str:
+    builds = config.builds or 1  # what a study had whose configuration does not say
     return (
         f"{config.num_prompts} prompts of every length, one at a time, {config.steps} timed steps of "
         f"{config.num_draft_tokens} drafts, temperature {config.temperature:g}, on {config.device}, "
-        f"{config.builds} decoder{'' if config.builds == 1 else 's'} an arm; "
+        f"{builds} decoder{'' if builds == 1 else 's'} an arm; "
         f"{100 * config.confidence:g} % bootstrap intervals over prompts, from {LEAST_CLUSTERS} prompts on"
     )

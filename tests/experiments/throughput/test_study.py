@@ -13,13 +13,15 @@ import torch
 
 from page4.experiments.cli import run as run_command
 from page4.experiments.samples import Row
-from page4.experiments.throughput import ThroughputConfig, run, study
+from page4.experiments.throughput import ThroughputConfig, measure, run, study
 from page4.experiments.throughput.measure import COLUMNS
 from page4.experiments.throughput.public_layers import public_config, random_model
 from page4.experiments.throughput.report import plot_throughput, read_found, table
 from page4.experiments.throughput.summary import figures
 from page4.kernels.errors import InputError
 from page4.model import Qwen4ExpConfig
+from page4.spec_decode.decode_step import StepShape
+from page4.spec_decode.step_runner import StepRunner
 from tests.experiments.acceptance.tiny_study import LAYERS, write_checkpoint, write_texts
 from tests.experiments.reporters import Interrupter, Recorder
 from tests.oracle.tiny import tiny_dict
@@ -229,8 +231,64 @@ def test_treated_arms_are_compared_with_the_first_of_them_on_the_same_prompts() 
     assert drawn == ["e4m3", "e2m5", "fp16_again"], "the figure stays against the baseline"
 
 
-@pytest.mark.parametrize(("builds", "words"), [(1, "1 decoder an arm"), (2, "2 decoders an arm")])
-def test_the_table_says_how_many_decoders_an_arm_has(builds: int, words: str) -> None:
+def test_no_step_is_timed_while_its_shape_is_captured(
+    small: ThroughputConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a step's shape is captured when it is first met: as it grows, a request meets several.
+
+    Here shapes are padded as there, from short ones on, and what would be captured is noted by decoder.
+    """
+    captured: set[tuple[StepRunner, StepShape]] = set()
+    timed: list[tuple[bool, int]] = []
+    timing = [False]
+    run_step, time_steps = StepRunner.run, measure.time_steps
+
+    def bucket(self: StepRunner, lanes: int, longest: int) -> tuple[int, int]:
+        return lanes, min(max(16, 1 << (longest - 1).bit_length()), self.max_tokens)
+
+    def run_noted(self: StepRunner, lanes: list[int], shape: StepShape) -> torch.Tensor:
+        if timing[0]:
+            timed.append(((self, shape) in captured, shape.longest))
+        self.prepare(shape)
+        return run_step(self, lanes, shape)
+
+    def time_noted(*arguments: Any) -> Any:
+        timing[0] = True
+        try:
+            return time_steps(*arguments)
+        finally:
+            timing[0] = False
+
+    monkeypatch.setattr(StepRunner, "bucket", bucket)
+    monkeypatch.setattr(StepRunner, "prepare", lambda self, shape: captured.add((self, shape)))
+    monkeypatch.setattr(StepRunner, "run", run_noted)
+    monkeypatch.setattr(measure, "time_steps", time_noted)
+    run(dataclasses.replace(small, lengths=(48,), steps=16, builds=2), tmp_path / "out")
+    assert all(was_captured for was_captured, _ in timed)
+    assert {64, 128} <= {longest for _, longest in timed}, "the requests did grow into another shape"
+
+
+@pytest.mark.parametrize(
+    ("settings", "builds"),
+    [
+        ({"num_prompts": 3, "builds": 16}, 3),
+        ({"num_prompts": 16, "builds": 3}, 3),
+        ({"builds": 16}, 6),
+        (ThroughputConfig.QUICK, 2),
+    ],
+    ids=str,
+)
+def test_no_arm_has_more_decoders_than_prompts(settings: dict[str, Any], builds: int) -> None:
+    """Others would be named in the table and never used."""
+    config = ThroughputConfig(device="cpu", **settings).resolve()
+    assert config.builds == builds and config.resolve() == config
+
+
+@pytest.mark.parametrize(
+    ("builds", "words"), [(None, "1 decoder an arm"), (1, "1 decoder an arm"), (2, "2 decoders an arm")]
+)
+def test_the_table_says_how_many_decoders_an_arm_has(builds: int | None, words: str) -> None:
+    """A configuration from before there were several names none."""
     config, rows = synthetic()
     config = dataclasses.replace(config, builds=builds)
     assert words in table(config, {figure.key: figure for figure in figures(config, rows)}, rows)
