@@ -209,7 +209,8 @@ class AcceptanceConfig:
     @property
     def rounds_span(self) -> int:
         """Tokens of real text between the first and the last prefix of a prompt."""
-        return self.prefixes(0)[-1]
+        assert self.rounds_per_prompt is not None
+        return (self.rounds_per_prompt - 1) * self.round_stride
 
     def prompts_at(self, length: int) -> int:
         """How many prompts a length has, of a resolved configuration."""

@@ -140,8 +140,20 @@ class Measurer:
 
     def first_pass(self, cells: Sequence[Cell]) -> list[Row]:
         """Run the first rounds of every pair of formats ahead of all others, which warms the machine up."""
+        return [row for cell in self._first_cells(cells) for row in self.rounds(cell)]
+
+    def rerun_keys(self, cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+        """Keys of the rows that `rerun_rows` makes of `first_pass`."""
+        return [
+            ("rerun", cell.arm.name, self._prompts.anchors[index].id)
+            for cell in self._first_cells(cells)
+            for index in cell.prompts
+        ]
+
+    def _first_cells(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The first rounds of every pair of formats."""
         first = {cell.arm: cell for cell in reversed(cells) if cell.kind == "rounds"}
-        return [row for arm in distinct_formats(self._config) for row in self.rounds(first[arm])]
+        return [first[arm] for arm in distinct_formats(self._config)]
 
     def _decoder(self, arm: Arm, num_draft_tokens: int | None = None) -> SpeculativeDecoder:
         """Arms with the same formats share a decoder: nothing but their prompts can differ."""

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_arms_see_the_same_prompts_and_lengths_the_same_targets(
         assert short[:nonce] == long[:nonce] and short[nonce:] == long[-len(short) + nonce :]
 
 
-@pytest.mark.parametrize("after", [1, 16])
+@pytest.mark.parametrize("after", [1, 16, 20], ids=["the first cell", "the 16th", "the last one"])
 def test_interrupted_study_resumes_to_the_same_result_without_measuring_twice(
     after: int, checkpoint: Path, texts: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -391,6 +392,22 @@ def test_length_beyond_the_models_positions_is_refused(texts: Path, tmp_path: Pa
         InputError, match="exceed the model's 100 positions; the longest length possible is 86"
     ):
         run(tiny_config(folder, texts), tmp_path / "out")
+
+
+@pytest.mark.parametrize("positions", [100, 2**40], ids=["the model", "the texts"])
+def test_rounds_beyond_what_there_is_are_refused_before_they_are_listed(
+    positions: int, texts: Path, tmp_path: Path
+) -> None:
+    """A million of them would take 30 MB, a few hundred million all memory."""
+    folder = write_checkpoint(tmp_path / "model", max_position_embeddings=positions)
+    config = tiny_config(folder, texts, rounds_per_prompt=1_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match=r"exceed the model's 100 positions|too few for a prompt of 96"):
+            run(config, tmp_path / "out")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_length_shorter_than_a_nonce_is_refused(checkpoint: Path, texts: Path, tmp_path: Path) -> None:
