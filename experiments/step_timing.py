@@ -24,8 +24,9 @@ def time_steps(decoder: SpeculativeDecoder, requests: Sequence[Request], steps: 
     """Decodes ``steps`` steps of requests in their decode phase, and a few before them that are not counted.
 
     On a GPU each step is launched before the outcome of the one before is read, so that the device does not
-    wait for the host.
+    wait for the host; every shape that the steps can meet is captured before the first of them.
     """
+    decoder.prepare(requests, growth=most_tokens(steps, decoder.config.num_draft_tokens))
     overlap = decoder.model.device.type == "cuda"
     in_flight = decoder.launch(requests) if overlap else None
     since, seconds, tokens = decoder.now(), [], 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from page4.experiments.acceptance.config import Arm
 from page4.experiments.samples import Row
-from page4.experiments.step_timing import most_tokens, time_steps
+from page4.experiments.step_timing import time_steps
 from page4.experiments.throughput.config import ThroughputConfig
 from page4.kvcache import KVScales
 from page4.model import Qwen4ExpForCausalLM
@@ -80,9 +80,7 @@ class ArmDecoder:
             prefill = decoder.now() - start
             decoder.start(request)
             decoder.collect(decoder.launch([request]))  # whatever a first step has to compile
-            steps = self.steps if steps is None else steps
-            decoder.prepare([request], growth=most_tokens(steps, decoder.config.num_draft_tokens))
-            timed = time_steps(decoder, [request], steps)
+            timed = time_steps(decoder, [request], self.steps if steps is None else steps)
         finally:
             decoder.close(request)
         p50, p90 = np.quantile(timed.seconds, (0.5, 0.9))
