@@ -98,6 +98,17 @@ def test_documents_name_commands_targets_and_files_that_exist(name: str) -> None
         assert ((ROOT / name).parent / link).exists(), link
 
 
+def test_findings_rest_on_published_results() -> None:
+    named = set(
+        re.findall(r"\bresults/([a-z0-9_-]+)", (ROOT / "docs/findings.md").read_text(encoding="utf-8"))
+    )
+    assert len(named) > 5
+    missing = [
+        name for name in named if not (ROOT / "experiments/results" / name / "provenance.json").is_file()
+    ]
+    assert not missing
+
+
 def test_the_result_in_the_readme_is_that_of_the_committed_study() -> None:
     of_arms = _tables((ROOT / "experiments/results/acceptance/table.md").read_text(encoding="utf-8"))
     result, *_ = _tables(
