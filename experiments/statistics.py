@@ -26,6 +26,9 @@ LEAST_CLUSTERS = 6
 """Fewest clusters with an interval. A bootstrap interval cannot leave the range of its data, and the range of
 5 values misses their median with probability 2^-4, more than the 5 % that are usually allowed."""
 
+TOO_FEW_PROMPTS = f"fewer than {LEAST_CLUSTERS} prompts: too few for intervals, and to conclude from"
+"""What tables and figures say in place of intervals."""
+
 Array = NDArray[np.float64]
 Statistic = Callable[[Array], Array]
 """Maps cluster weights `[B, N]` (how often each cluster was drawn) to values `[B]`; NaN where undefined."""

@@ -13,7 +13,7 @@ from page4.experiments.plots import (
     plot_by_position,
     plot_difference,
 )
-from page4.experiments.statistics import LEAST_CLUSTERS
+from page4.experiments.statistics import LEAST_CLUSTERS, TOO_FEW_PROMPTS
 
 
 def figures(config: AcceptanceConfig, metrics: Metrics) -> dict[str, Figure]:
@@ -90,6 +90,6 @@ def _note(config: AcceptanceConfig) -> str:
 def _bars(config: AcceptanceConfig) -> str:
     """What the bars are, of those lengths that have any."""
     if config.most_prompts < LEAST_CLUSTERS:
-        return f"fewer than {LEAST_CLUSTERS} prompts: too few for intervals"
+        return TOO_FEW_PROMPTS
     some = "" if config.fewest_prompts >= LEAST_CLUSTERS else f", where there are at least {LEAST_CLUSTERS}"
     return f"bars: {100 * config.confidence:g} % bootstrap intervals over prompts{some}"

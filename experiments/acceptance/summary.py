@@ -45,7 +45,10 @@ def summarise(config: AcceptanceConfig, rounds: Sequence[Row], generations: Sequ
         metrics += estimator.by_drafts(chosen, length)
     metrics += estimator.over_texts(rounds, ALL_LENGTHS)
     for text in sorted({row["text"] for row in rounds}):
-        metrics += estimator.acceptance([row for row in rounds if row["text"] == text], ALL_LENGTHS, text)
+        for length in lengths:
+            of_text = [r for r in rounds if r["text"] == text and length in (r["length"], ALL_LENGTHS)]
+            if of_text:  # long contexts may have fewer prompts, and none of this text
+                metrics += estimator.acceptance(of_text, length, text)
     for length in config.lengths:
         metrics += estimator.speed([row for row in rounds if row["length"] == length], length)
         metrics += estimator.generation([row for row in generations if row["length"] == length], length)

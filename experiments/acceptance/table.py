@@ -8,7 +8,7 @@ from page4.experiments.acceptance.config import AcceptanceConfig, Arm
 from page4.experiments.acceptance.metrics import ALL_LENGTHS, Metrics
 from page4.experiments.markdown import percent, signed, table
 from page4.experiments.plots import format_tokens
-from page4.experiments.statistics import LEAST_CLUSTERS
+from page4.experiments.statistics import LEAST_CLUSTERS, TOO_FEW_PROMPTS
 
 _LEAST_BATCHES = 3
 """Fewest batches whose median quotient is shown as a change of speed."""
@@ -160,7 +160,7 @@ def _notes(config: AcceptanceConfig) -> str:
 
 def _intervals(config: AcceptanceConfig) -> str:
     if config.most_prompts < LEAST_CLUSTERS:
-        return f"Fewer than {LEAST_CLUSTERS} prompts: too few for intervals, and to conclude from."
+        return f"{TOO_FEW_PROMPTS.capitalize()}."
     return (
         f"In brackets: {100 * config.confidence:g} % bootstrap intervals over prompts, if there are at least "
         f"{LEAST_CLUSTERS}."

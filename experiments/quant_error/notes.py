@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from page4.experiments.quant_error.config import Arm, QuantErrorConfig
-from page4.experiments.statistics import LEAST_CLUSTERS
+from page4.experiments.statistics import LEAST_CLUSTERS, TOO_FEW_PROMPTS
 from page4.model.observation import DRAFT_LAYER
 
 
@@ -13,7 +13,7 @@ def intervals(config: QuantErrorConfig, shown: str) -> str:
     """What the intervals are, which are `shown` as bars or in brackets, or why there are none."""
     assert config.num_prompts is not None
     if config.num_prompts < LEAST_CLUSTERS:
-        return f"fewer than {LEAST_CLUSTERS} prompts: too few for intervals, and to conclude from"
+        return TOO_FEW_PROMPTS
     return f"{shown}: {100 * config.confidence:g} % bootstrap intervals over {config.num_prompts} prompts"
 
 

@@ -131,12 +131,14 @@ def test_pairing_is_by_prompt_whatever_the_order_of_the_rows(config: AcceptanceC
 
 def test_texts_are_reported_one_by_one(config: AcceptanceConfig) -> None:
     def by_text(arm: str, length: int, prompt: str, turn: int) -> int:
-        return 3 if prompt.startswith("one") else 0
+        return 3 if prompt.startswith("one") else 0 if length == 48 else 1
 
     metrics = summarise(config, rounds(by_text, _equal_seconds), [])
     assert metrics.texts == ["one", "two"]
     assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="one").value == 1
-    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").value == 0
+    assert metrics.get("acceptance", "fp16", 48, text="two").value == 0
+    assert metrics.get("acceptance", "fp16", 96, text="two").value == pytest.approx(1 / 3)
+    assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").value == pytest.approx(1 / 6)
     assert metrics.get("acceptance", "fp16", ALL_LENGTHS, text="two").clusters == 3
 
 
